@@ -1,0 +1,1 @@
+"""The Ray backend: directory, hosts, children and store actors."""

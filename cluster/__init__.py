@@ -1,0 +1,1 @@
+"""Connecting to a cluster, starting one, deploying to it, and the command line."""

@@ -1,0 +1,59 @@
+"""Agents: a model, instructions and tools. The loop that runs one is in agent_loop.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from retinue.errors import ValidationFailed
+from retinue.models import ModelClient
+from retinue.tools import IDENTIFIER, Tool
+
+DEFAULT_MAX_OUTPUT_TOKENS = 1024
+"""What an agent asks for at most in one call under a token limit, so that siblings are not starved."""
+DEFAULT_TOOL_ROUNDTRIPS = 10
+"""Rounds of tool calls that one agent run may take (contract section 5)."""
+TOOL_CONCURRENCY = 5
+"""Tool calls of one batch that run at once (contract section 7)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """A model with instructions and tools, as plain data: it is copied into whatever process runs it."""
+
+    name: str
+    model: ModelClient
+    instructions: str = ""
+    """System message, sent before everything else."""
+    description: str = ""
+    """What the agent is for; a coordinator reads it."""
+    tools: Sequence[Tool] = ()
+    max_output_tokens: int | None = DEFAULT_MAX_OUTPUT_TOKENS
+    """Asked for at each call when the run has a token limit; ``None`` asks for all that is left."""
+    max_tool_roundtrips: int = DEFAULT_TOOL_ROUNDTRIPS
+    temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not IDENTIFIER.match(self.name):
+            raise ValidationFailed(
+                f"agent name {self.name!r} must start with a letter or digit and go on with letters, digits "
+                "and . _ : / -",
+                path="agent.name",
+            )
+        if not isinstance(self.model, ModelClient):
+            raise ValidationFailed(
+                f"agent {self.name}: model {self.model!r:.80} has no provider_id, model_id and generate()",
+                path=f"agent.{self.name}.model",
+            )
+        names = [item.name if isinstance(item, Tool) else None for item in self.tools]
+        if None in names:
+            wrong = self.tools[names.index(None)]
+            raise ValidationFailed(
+                f"agent {self.name}: tools[{names.index(None)}] is {wrong!r:.80}; decorate it with @tool",
+                path=f"agent.{self.name}.tools[{names.index(None)}]",
+            )
+        if len(set(names)) != len(names):
+            raise ValidationFailed(
+                f"agent {self.name}: two tools share a name", path=f"agent.{self.name}.tools"
+            )
+        object.__setattr__(self, "tools", tuple(self.tools))

@@ -1,0 +1,1 @@
+"""Questions to a folder of documents: the application behind `retinue demo`."""

@@ -1,0 +1,161 @@
+"""Events of a run: the envelope and its payloads (contract section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from retinue.budgets import Usage
+from retinue.errors import InputError
+from retinue.results import Reason, RunResult, Status
+
+SCHEMA_VERSION = 1
+MAX_EVENT_BYTES = 65_536
+"""Largest payload that ``services.emit`` takes, in bytes of JSON."""
+MAX_DELTA = 8_192
+"""Longest ``text.delta``, in characters."""
+
+
+class RunStarted(msgspec.Struct, frozen=True, tag_field="type", tag="run.started"):
+    """The driver is about to start; absent when the run ended earlier."""
+
+    driver_id: str
+
+
+class RunTerminal(msgspec.Struct, frozen=True, tag_field="type", tag="run.terminal"):
+    """The last event of every run."""
+
+    result: RunResult
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text.delta"):
+    """A piece of the answer, at most :data:`MAX_DELTA` characters."""
+
+    text: str
+
+
+class ModelComplete(msgspec.Struct, frozen=True, tag_field="type", tag="model.complete"):
+    """A model call ended with an answer. ``usage`` is ``None`` when the provider did not say."""
+
+    provider_id: str
+    model_id: str
+    usage: Usage | None = None
+
+
+class ToolComplete(msgspec.Struct, frozen=True, tag_field="type", tag="tool.complete"):
+    """A tool call has its result. ``denied`` is true for any error result (contract section 20)."""
+
+    tool_name: str
+    tool_call_id: str
+    denied: bool = False
+
+
+class Control(msgspec.Struct, frozen=True, tag_field="type", tag="control"):
+    """Somebody asked for something from outside."""
+
+    operation: Literal["cancel", "follow_up", "steer", "replace"]
+    reason: str | None = None
+
+
+class ChildStarted(msgspec.Struct, frozen=True, tag_field="type", tag="child.started"):
+    """A delegate has a place to run and was sent there; the envelope's ``run_id`` is the delegate's."""
+
+    name: str
+
+
+class ChildFinished(msgspec.Struct, frozen=True, tag_field="type", tag="child.finished"):
+    """A delegate ended. ``usage`` is its own, without its delegates'."""
+
+    name: str
+    status: Status
+    reason: Reason | None = None
+    usage: Usage = msgspec.field(default_factory=Usage)
+
+
+class EventsLost(msgspec.Struct, frozen=True, tag_field="type", tag="events.lost"):
+    """A crash took the events ``first`` to ``last``; cursors inside that range stay valid."""
+
+    first: int
+    last: int
+
+
+class Custom(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
+    """An event of the application's own: a name and JSON data."""
+
+    name: str
+    data: Any = None
+
+
+Payload = (
+    RunStarted | RunTerminal | TextDelta | ModelComplete | ToolComplete | Control | ChildStarted
+    | ChildFinished | EventsLost | Custom
+)  # fmt: skip
+
+_FROM_RUNTIME_ONLY = (RunStarted, RunTerminal, EventsLost, ChildStarted, ChildFinished)
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The envelope. ``sequence`` counts 1, 2, 3, ... in one run and is the cursor to go on from.
+
+    ``run_id`` is that of the run or delegate that it tells of; ``participant`` is a delegate's name.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    event_id: str
+    sequence: int
+    timestamp: float
+    """Epoch seconds."""
+    session_id: str
+    run_id: str
+    attempt_id: str
+    parent_run_id: str | None = None
+    root_run_id: str
+    participant: str = ""
+    payload: Payload
+
+    @property
+    def type(self) -> str:
+        """The payload's type, such as ``run.terminal``."""
+        return payload_type(self.payload)
+
+
+def payload_type(payload: Payload) -> str:
+    return str(type(payload).__struct_config__.tag)
+
+
+def check_payload(value: object) -> Payload:
+    """A payload that an application may emit: a struct of this module, or a mapping with ``type``.
+
+    Raises:
+        InputError: unknown type or shape, a type that only the runtime emits, or more than
+            :data:`MAX_EVENT_BYTES` of JSON.
+    """
+    try:
+        payload: Payload = (
+            msgspec.convert(dict(value), Payload)
+            if isinstance(value, Mapping)
+            else msgspec.convert(msgspec.to_builtins(value), Payload)
+        )
+        size = len(msgspec.json.encode(payload))
+    except (msgspec.ValidationError, TypeError) as error:
+        raise InputError(
+            f"not an event payload: {error}; for an event of your own use retinue.events.Custom(name, data)"
+        ) from None
+    except UnicodeEncodeError:
+        raise InputError("the event holds a lone surrogate, which no store can carry") from None
+    if isinstance(payload, _FROM_RUNTIME_ONLY):
+        raise InputError(f"{payload_type(payload)} is emitted by the runtime only")
+    if size > MAX_EVENT_BYTES:
+        raise InputError(
+            f"the event has {size} bytes of JSON, more than {MAX_EVENT_BYTES}; put the data into an artifact"
+        )
+    return payload
+
+
+def encode_event(event: Event) -> bytes:
+    return msgspec.json.encode(event)
+
+
+decode_event = msgspec.json.Decoder(Event).decode

@@ -1,0 +1,175 @@
+"""Conversation messages: what providers are sent and what history keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from retinue.errors import InputError
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+MAX_INPUT_BYTES = 65_536
+"""Largest run input, in UTF-8 bytes of compact JSON (contract section 12)."""
+
+
+class TextPart(msgspec.Struct, frozen=True, tag="text", forbid_unknown_fields=True):
+    """Plain text."""
+
+    text: str
+
+
+class ImagePart(msgspec.Struct, frozen=True, tag="image", forbid_unknown_fields=True, omit_defaults=True):
+    """A picture: ``data`` is base64 or a URL, as the provider takes it."""
+
+    data: str
+    mime_type: Literal["image/png", "image/jpeg", "image/gif", "image/webp"] | None = None
+
+
+class AudioPart(msgspec.Struct, frozen=True, tag="audio", forbid_unknown_fields=True, omit_defaults=True):
+    """Sound: ``data`` is base64."""
+
+    data: str
+    mime_type: Literal["audio/mp3", "audio/wav", "audio/ogg", "audio/webm"] | None = None
+
+
+class FilePart(msgspec.Struct, frozen=True, tag="file", forbid_unknown_fields=True, omit_defaults=True):
+    """A file: ``data`` is base64."""
+
+    data: str
+    mime_type: str
+    filename: str | None = None
+
+
+Part = TextPart | ImagePart | AudioPart | FilePart
+Content = str | list[Part]
+"""What a user can say: text, or a nonempty list of parts (contract section 12)."""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A tool call that a model asked for; ``arguments`` is the parsed JSON object."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One message of a conversation.
+
+    ``extras`` is opaque provider data (continuation, signatures), kept verbatim and never shown.
+    """
+
+    role: Role
+    content: Content = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    extras: dict[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the message: its string, or its text parts joined by line ends."""
+        return content_text(self.content)
+
+
+def system(text: str) -> Message:
+    return Message(role="system", content=text)
+
+
+def user(content: Content) -> Message:
+    return Message(role="user", content=content)
+
+
+def assistant(text: str, tool_calls: Sequence[ToolCall] = ()) -> Message:
+    return Message(role="assistant", content=text, tool_calls=tuple(tool_calls))
+
+
+def tool_result(call_id: str, text: str) -> Message:
+    return Message(role="tool", content=text, tool_call_id=call_id)
+
+
+def content_text(content: Content) -> str:
+    """The text in a content value."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content if isinstance(part, TextPart))
+
+
+def check_content(value: object) -> Content:
+    """A validated copy of a run input (contract section 12).
+
+    Args:
+        value: a string, or a nonempty list of parts (structs or mappings with a ``type``).
+
+    Raises:
+        InputError: wrong shape, text that UTF-8 cannot carry, or more than :data:`MAX_INPUT_BYTES`.
+    """
+    try:
+        content: Content = msgspec.convert(msgspec.to_builtins(value), Content, strict=True)
+        encoded = msgspec.json.encode(content)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise InputError(f"the input must be a string or a list of content parts: {error}") from None
+    except UnicodeEncodeError:
+        raise InputError("the input holds a lone surrogate, which no store can carry") from None
+    if content == []:
+        raise InputError("the input is an empty list; give at least one content part")
+    if len(encoded) > MAX_INPUT_BYTES:
+        raise InputError(
+            f"the input has {len(encoded)} bytes of JSON, more than the {MAX_INPUT_BYTES} that a run "
+            "accepts; pass long material through a tool or a file"
+        )
+    return content
+
+
+def check_structure(messages: Iterable[Message]) -> None:
+    """Raise ``ValueError`` where tool calls and results do not pair up (contract section 9).
+
+    Every tool result answers an open call; no second call round opens and no other message comes before
+    all results arrived; call ids are unique. Calls may be left open at the very end.
+    """
+    open_calls: set[str] = set()
+    seen: set[str] = set()
+    for index, message in enumerate(messages):
+        if message.role == "system":
+            continue
+        if message.role == "tool":
+            if message.tool_call_id not in open_calls:
+                raise ValueError(f"messages[{index}] answers {message.tool_call_id!r}, which is not open")
+            open_calls.discard(message.tool_call_id)
+            continue
+        if open_calls:
+            raise ValueError(f"messages[{index}] comes before the results of {sorted(open_calls)}")
+        for call in message.tool_calls:
+            if not call.id or call.id in seen:
+                raise ValueError(f"messages[{index}] has an empty or repeated call id {call.id!r}")
+            seen.add(call.id)
+            open_calls.add(call.id)
+
+
+def close_open_calls(messages: Sequence[Message], reason: str) -> list[Message]:
+    """Results for the calls that ``messages`` leaves open, each saying ``reason``.
+
+    Providers refuse a history with a call that has no result; whatever interrupted a run, what is
+    committed is closed with this.
+    """
+    open_calls: dict[str, None] = {}
+    for message in messages:
+        for call in message.tool_calls:
+            open_calls[call.id] = None
+        if message.tool_call_id is not None:
+            open_calls.pop(message.tool_call_id, None)
+    return [tool_result(call_id, f"[no result: {reason}]") for call_id in open_calls]
+
+
+def encode_message(message: Message) -> bytes:
+    """One message as stored JSON; text that UTF-8 cannot carry raises ``InputError``."""
+    try:
+        return msgspec.json.encode(message)
+    except UnicodeEncodeError:
+        raise InputError("a message holds a lone surrogate, which no store can carry") from None
+
+
+decode_message = msgspec.json.Decoder(Message).decode
+"""One message from stored JSON; raises ``msgspec.ValidationError`` or ``msgspec.DecodeError``."""

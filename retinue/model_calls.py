@@ -1,0 +1,162 @@
+"""Model calls of one execution: project, admit, call, settle (contract section 8)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from retinue.budgets import Usage
+from retinue.config import ModelBinding
+from retinue.errors import ModelFailed, Unsupported
+from retinue.messages import Message
+from retinue.models import ModelClient, ModelRequest, ModelResponse, ToolSchema
+from retinue.protocol import AdmitModel, ModelAdmitted, SettleModel
+from retinue.tokens import estimate_messages
+
+if TYPE_CHECKING:
+    from retinue.services import ExecutionServices, RootPort
+
+
+class ModelCalls:
+    """Makes the model calls of one execution, every one admitted before and settled after."""
+
+    def __init__(self, services: ExecutionServices, port: RootPort) -> None:
+        self._services = services
+        self._port = port
+
+    async def task(
+        self,
+        provider: ModelClient,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        max_tokens: int | None,
+        temperature: float | None,
+        role: str,
+    ) -> ModelResponse:
+        check_max_tokens(max_tokens)
+        binding = self._services.config.binding(role)
+        client = binding.client if binding else provider
+        return await self._call(client, role, messages, tools, max_tokens, temperature)
+
+    async def control(
+        self, role: str, messages: Sequence[Message], max_tokens: int | None, temperature: float | None
+    ) -> ModelResponse:
+        binding = self._services.config.binding(role)
+        if binding is None:
+            raise Unsupported(
+                f"model role {role!r} has no model bound to it; give RuntimeConfig(models={{{role!r}: ...}})",
+                operation=f"control_model:{role}",
+            )
+        check_max_tokens(max_tokens)
+        _check_control_options(binding, role, max_tokens, temperature)
+        if any(message.role == "tool" or message.tool_calls or message.extras for message in messages):
+            raise Unsupported("a control call takes plain messages only", operation="control_model.messages")
+        response = await self._call(binding.client, role, messages, (), max_tokens, temperature)
+        if response.tool_calls or response.finish_reason != "stop":
+            raise ModelFailed(
+                f"the control model for {role!r} must answer whole and without tools; it finished with "
+                f"{response.finish_reason!r} and {len(response.tool_calls)} tool calls"
+            )
+        return response
+
+    async def _call(
+        self,
+        client: ModelClient,
+        role: str,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        max_tokens: int | None,
+        temperature: float | None,
+    ) -> ModelResponse:
+        services = self._services
+        request = ModelRequest(
+            messages=tuple(messages),
+            tools=tuple(tools),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            role=role,
+            participant=services.request.participant,
+        )
+        call_id = services.next_call_id()
+        admitted = await services.ask(
+            AdmitModel(
+                participant=services.participant,
+                call_id=call_id,
+                role=role,
+                projected_input=self._project(request, client),
+                requested_output=max_tokens,
+            )
+        )
+        assert isinstance(admitted, ModelAdmitted)
+        request = ModelRequest(
+            messages=request.messages,
+            tools=request.tools,
+            max_tokens=admitted.max_tokens,
+            temperature=temperature,
+            role=role,
+            participant=request.participant,
+        )
+        started, usage, answered = True, None, False
+        try:
+            response = await client.generate(request)
+            usage = response.usage
+            problem = usage.problem() if usage is not None else None
+            if problem:
+                usage = None
+                raise ModelFailed(f"{client.provider_id} {client.model_id} reported impossible usage: {problem}")
+            answered = not services.cancelled
+        except ModelFailed as error:
+            started = error.started
+            raise
+        finally:
+            self._port.tell(
+                SettleModel(
+                    participant=services.participant,
+                    call_id=call_id,
+                    provider_id=client.provider_id,
+                    model_id=client.model_id,
+                    usage=usage,
+                    started=started,
+                    answered=answered,
+                )
+            )
+        if services.cancelled:
+            raise asyncio.CancelledError("the run is being cancelled")
+        return response
+
+    def _project(self, request: ModelRequest, client: ModelClient) -> int:
+        estimate = self._services.config.estimate_input_tokens
+        if estimate is None:
+            return estimate_messages(request.messages, request.tools, client.model_id)
+        projected = estimate(request, client)
+        if isinstance(projected, bool) or not isinstance(projected, int) or projected < 0:
+            raise Unsupported(
+                f"estimate_input_tokens gave {projected!r}; it must give a nonnegative integer",
+                operation="estimate_input_tokens",
+            )
+        return projected
+
+
+def check_max_tokens(value: object) -> None:
+    """Raise ``Unsupported`` unless ``value`` is a positive integer or ``None``, before anything is reserved."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise Unsupported(f"max_tokens must be a positive integer, not {value!r}", operation="max_tokens")
+
+
+def _check_control_options(
+    binding: ModelBinding, role: str, max_tokens: int | None, temperature: float | None
+) -> None:
+    if temperature is not None and not (math.isfinite(temperature) and temperature >= 0):
+        raise Unsupported(
+            f"temperature must be a finite number of at least 0, not {temperature!r}", operation="temperature"
+        )
+    for name, value in (("max_tokens", max_tokens), ("temperature", temperature)):
+        if value is not None and name not in binding.options:
+            raise Unsupported(f"model role {role!r} does not allow the option {name}", operation=name)
+
+
+__all__ = ["ModelCalls", "Usage", "check_max_tokens"]

@@ -1,0 +1,59 @@
+"""The way from a user loop to the root of its tree in the same process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from inspect import isawaitable
+
+from retinue.budgets import BudgetSnapshot
+from retinue.protocol import ParticipantMessage, RootReply
+from retinue.tree import Tree
+
+
+class LocalPort:
+    """Carries messages between a user loop and the control loop; replies in the order things happen."""
+
+    def __init__(
+        self, tree: Tree, control: asyncio.AbstractEventLoop, user: asyncio.AbstractEventLoop
+    ) -> None:
+        self._tree = tree
+        self._control = control
+        self._user = user
+
+    async def ask(self, message: ParticipantMessage) -> RootReply:
+        answer: asyncio.Future[RootReply] = self._user.create_future()
+        self._control.call_soon_threadsafe(self._serve, message, answer)
+        return await answer
+
+    def tell(self, message: ParticipantMessage) -> None:
+        self._control.call_soon_threadsafe(self._take, message)
+
+    @property
+    def budget(self) -> BudgetSnapshot:
+        return self._tree.budget
+
+    def _take(self, message: ParticipantMessage) -> None:
+        reply = self._tree.handle(message)
+        if isawaitable(reply):  # it waits for room in the event log
+            asyncio.ensure_future(reply)
+
+    def _serve(self, message: ParticipantMessage, answer: asyncio.Future[RootReply]) -> None:
+        reply = self._tree.handle(message)
+        if isawaitable(reply):
+            waiting = asyncio.ensure_future(reply)
+            waiting.add_done_callback(lambda done: self._answer_later(done, answer))
+        else:
+            self._answer(reply, answer)
+
+    def _answer_later(self, done: asyncio.Future[RootReply], answer: asyncio.Future[RootReply]) -> None:
+        if not done.cancelled():
+            self._answer(done.result(), answer)
+
+    def _answer(self, reply: RootReply | Awaitable[RootReply], answer: asyncio.Future[RootReply]) -> None:
+        self._user.call_soon_threadsafe(_set, answer, reply)
+
+
+def _set(answer: asyncio.Future[RootReply], reply: RootReply) -> None:
+    if not answer.done():
+        answer.set_result(reply)

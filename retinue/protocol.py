@@ -1,0 +1,255 @@
+"""Messages between processes: what a client asks of a session, and what a participant asks of its root.
+
+All are msgspec structs with stable tags and travel as bytes; nothing that changes something lacks an id.
+A *participant* is whoever spends in a tree: the root driver (name ``""``) or a delegate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from retinue.budgets import Budgets, BudgetSnapshot, Usage
+from retinue.drivers import RunMode
+from retinue.events import Payload
+from retinue.grants import Grants
+from retinue.ids import Identity
+from retinue.messages import Content
+from retinue.results import DriverOutput, RunResult
+
+RunState = Literal["running", "cancelling", "finished"]
+
+# --- client to session ------------------------------------------------------------------------------------
+
+
+class StartRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Start a run. The id is the client's, so a repeat starts nothing twice."""
+
+    run_id: str
+    identity: Identity
+    session_id: str
+    input: Content
+    grants: Grants | None = None
+    deadline: float | None = None
+    """Epoch seconds."""
+    run_mode: RunMode = "execute"
+    parent_run_id: str | None = None
+    """Label of the caller's own records."""
+    root_run_id: str | None = None
+    """Label of the caller's own records; the run's own id when left out."""
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as it is now; comes with every receipt, page of events and poll."""
+
+    run_id: str
+    state: RunState
+    cursor: int
+    budget: BudgetSnapshot
+    hops: int = 0
+    """Remote calls that the session host awaited for this run."""
+
+
+class EventPageReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Some events in order; ``closed`` when nothing follows them."""
+
+    events: Sequence[tuple[int, bytes]]
+    closed: bool
+    status: RunStatus
+
+
+class Settled(msgspec.Struct, frozen=True, kw_only=True):
+    """The one result, and the final figures."""
+
+    result: RunResult
+    status: RunStatus
+
+
+# --- participant to root ----------------------------------------------------------------------------------
+
+
+class AdmitModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """May I call this model? Checks and reserves in one step. Reply: :class:`ModelAdmitted`."""
+
+    participant: str
+    call_id: str
+    role: str
+    projected_input: int
+    requested_output: int | None
+
+
+class SettleModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a model call used. Needs no reply."""
+
+    participant: str
+    call_id: str
+    provider_id: str
+    model_id: str
+    usage: Usage | None
+    started: bool
+    answered: bool
+    """The provider gave a usable answer: ``model.complete`` is due."""
+
+
+class AdmitTool(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """May I run this tool? The gate of contract section 7. Reply: :class:`ToolAdmitted`."""
+
+    participant: str
+    call_id: str
+    tool_name: str
+
+
+class ToolDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A tool call has its result. Needs no reply."""
+
+    participant: str
+    call_id: str
+    tool_name: str
+    error: bool
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Messages for canonical history and for conversations, encoded. From the root; needs no reply."""
+
+    canonical: Sequence[bytes] = ()
+    conversation: Sequence[bytes] = ()
+    execution_id: str = ""
+
+
+class Emit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An event of a participant. Needs no reply."""
+
+    participant: str
+    payload: Payload
+
+
+class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start a delegate. Reply: :class:`Spawned`."""
+
+    participant: str
+    child_run_id: str
+    name: str
+    input: Content
+    budgets: Budgets | None
+    placement: Literal["pooled"]
+    work: bytes
+    """The agent or driver, pickled by the participant's process; never stored."""
+
+
+class AwaitChild(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The outcome of a delegate; replied to when it has ended. Reply: :class:`ChildEnded`."""
+
+    participant: str
+    child_run_id: str
+
+
+class CancelChild(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Cancel a delegate and everything below it. Needs no reply."""
+
+    participant: str
+    child_run_id: str
+    reason: str
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How a participant's work ended: an output, or the error that escaped. Reply: :class:`Acknowledged`."""
+
+    participant: str
+    output: bytes | None = None
+    """A :class:`DriverOutputWire` as JSON."""
+    error: dict[str, Any] | None = None
+    cancelled: bool = False
+    state: bytes | None = None
+    """Application state after a root driver, as JSON; ``None`` when unchanged."""
+    transcript: Sequence[bytes] = ()
+    """A delegate's conversation."""
+    hops: int = 0
+
+
+ParticipantMessage = (
+    AdmitModel | SettleModel | AdmitTool | ToolDone | Record | Emit | Spawn | AwaitChild | CancelChild
+    | Finished
+)  # fmt: skip
+
+
+class ModelAdmitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    max_tokens: int | None
+
+
+class ToolAdmitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    allowed: bool
+    reason: str = ""
+
+
+class Spawned(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class Acknowledged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class ChildEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    output: bytes | None = None
+    error: dict[str, Any] | None = None
+    cancelled: bool = False
+    usage: Usage = msgspec.field(default_factory=Usage)
+
+
+class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The request failed or was refused, with a :meth:`RetinueError.to_payload`."""
+
+    error: dict[str, Any]
+    cancelled: bool = False
+    """The run is ending: the participant must stop."""
+
+
+RootReply = ModelAdmitted | ToolAdmitted | Spawned | Acknowledged | ChildEnded | Rejected
+
+
+# --- root to child host -----------------------------------------------------------------------------------
+
+
+class ChildOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Run this delegate: everything its process needs to know."""
+
+    tree_id: str
+    """Run id of the root, where its messages go."""
+    root_run_id: str
+    run_id: str
+    parent_run_id: str
+    attempt_id: str
+    participant: str
+    identity: Identity
+    session_id: str
+    """The root's; the delegate's own label is ``<session>:<name>``."""
+    input: Content
+    grants: Grants
+    run_mode: RunMode
+    deadline: float | None
+    work: bytes
+    token_limited: bool
+    """The tree has a token limit: agents ask for their usual output only."""
+
+
+def encode_output(output: DriverOutput) -> bytes:
+    """A driver's output as JSON; its history has been recorded before."""
+    return msgspec.json.encode(
+        {
+            "text": output.text,
+            "status": output.status,
+            "structured": output.structured,
+            "reason": output.reason,
+            "usage": output.usage,
+            "artifacts": list(output.artifacts),
+        }
+    )
+
+
+_output_decoder = msgspec.json.Decoder(DriverOutput)
+
+
+def decode_output(data: bytes) -> DriverOutput:
+    return _output_decoder.decode(data)

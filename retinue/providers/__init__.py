@@ -1,0 +1,1 @@
+"""Model clients: one module for each provider."""

@@ -1,0 +1,108 @@
+"""How a run ends: the one result, and the driver's output that it is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from retinue.budgets import BudgetSnapshot, Usage
+from retinue.errors import RetinueError
+from retinue.messages import Message
+
+Status = Literal["completed", "failed", "cancelled", "stopped", "awaiting_input"]
+STATUSES: tuple[Status, ...] = ("completed", "failed", "cancelled", "stopped", "awaiting_input")
+
+MAX_RESULT_BYTES = 65_536
+"""Largest terminal result that an event carries; a larger one is cut and kept whole as an artifact."""
+_CUT_TEXT, _CUT_CODE, _CUT_MESSAGE = 4_096, 128, 2_048
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """Why a run ended as it did; ``code`` is from a closed list (contract section 6)."""
+
+    code: str
+    message: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Reason:
+        """The reason of an error that escaped: its own code, or ``execution_failed``."""
+        code = error.code if isinstance(error, RetinueError) else "execution_failed"
+        return cls(code, str(error) or type(error).__name__)
+
+
+class ArtifactReference(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Something kept beside the result; read it with ``runtime.get_artifact``."""
+
+    id: str
+    mime_type: str | None = None
+
+
+class RunResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The one result of a run (contract section 6).
+
+    ``usage`` is what providers reported; ``budget.tokens.used`` may be larger, because calls whose usage
+    nobody knows are charged with their reservation.
+    """
+
+    status: Status
+    text: str = ""
+    structured: Any = None
+    reason: Reason | None = None
+    usage: Usage = msgspec.field(default_factory=Usage)
+    budget: BudgetSnapshot | None = None
+    """``None`` when the ledger was lost with its process: unknown is not zero."""
+    artifacts: Sequence[ArtifactReference] = ()
+    run_id: str
+    session_id: str
+    final_cursor: int
+    """Number of the terminal event; 0 for a run that was refused and has no events."""
+    cleanup_diagnostics: Sequence[str] = ()
+
+    def shortened(self, artifact_id: str) -> RunResult:
+        """This result cut to what an event can carry, with the whole one referred to as an artifact."""
+        reason = self.reason and Reason(self.reason.code[:_CUT_CODE], self.reason.message[:_CUT_MESSAGE])
+        return msgspec.structs.replace(
+            self,
+            text=self.text[:_CUT_TEXT],
+            structured=None,
+            reason=reason,
+            artifacts=(ArtifactReference(artifact_id, "application/json"),),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverOutput:
+    """What a driver returns (contract section 5)."""
+
+    text: str
+    status: Status = "completed"
+    structured: Any = None
+    """JSON-serialisable, or ``None``."""
+    reason: Reason | None = None
+    usage: Usage | None = None
+    """The driver's own figure, used only when no model call was made through the services."""
+    history: Sequence[Message] | None = None
+    """The whole new history; must extend the canonical one."""
+    artifacts: Sequence[ArtifactReference] = ()
+
+    def problem(self) -> str | None:
+        """What is wrong with this output, or ``None``."""
+        if not isinstance(self.text, str):
+            return f"text is {type(self.text).__name__}, not a string"
+        if self.status not in STATUSES:
+            return f"status {self.status!r} is not one of {', '.join(STATUSES)}"
+        try:
+            msgspec.json.encode((self.text, self.structured, self.reason, self.usage, self.artifacts))
+        except (TypeError, ValueError) as error:
+            return f"it cannot be written as JSON: {error}"
+        return None
+
+
+def encode_result(result: RunResult) -> bytes:
+    return msgspec.json.encode(result)
+
+
+decode_result = msgspec.json.Decoder(RunResult).decode

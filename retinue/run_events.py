@@ -1,0 +1,205 @@
+"""The events of one run: numbered here, shown from memory, written behind to the store.
+
+Numbers are used only inside a block that the run's record has reserved, so none is ever used twice, even
+after a crash: what a crash took is the rest of the block. A store that does not answer makes events wait
+for the next block, and admissions wait for the events (back-pressure).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from retinue.errors import InputError, LeaseLost
+from retinue.event_log import EventLog
+from retinue.events import Event, Payload, RunTerminal, encode_event
+from retinue.results import RunResult
+from retinue.store import EVENT_BLOCK, Lease, Store, StoredEvent
+from retinue.store_wait import until_stored
+
+WRITE_DELAY = 0.1
+"""Seconds for which events gather before they are written behind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventSource:
+    """Whom an event tells of."""
+
+    run_id: str
+    attempt_id: str
+    parent_run_id: str | None = None
+    participant: str = ""
+
+
+class RunEvents:
+    """Events of one run. Belongs to the control loop.
+
+    Args:
+        session_id, root_run_id: for the envelopes.
+        source: the root.
+        capacity: events kept in memory.
+        store, lease: where to write behind, under which lease; ``None`` where events are not stored.
+        reserved_to: highest number that the run's record reserves.
+        on_lease_lost: called when the store says that another writer has the session.
+    """
+
+    def __init__(
+        self,
+        *,
+        session_id: str,
+        root_run_id: str,
+        source: EventSource,
+        capacity: int,
+        store: Store | None,
+        lease: Lease,
+        reserved_to: int = EVENT_BLOCK,
+        on_lease_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.log = EventLog(capacity, self._read_stored if store is not None else None)
+        self._session_id = session_id
+        self._root_run_id = root_run_id
+        self._source = source
+        self._store = store
+        self._lease = lease
+        self._reserved_to = reserved_to
+        self._on_lease_lost = on_lease_lost
+        self._waiting: list[tuple[Payload, EventSource]] = []
+        self._unstored: list[StoredEvent] = []
+        self._room = asyncio.Event()
+        self._room.set()
+        self._wake = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._writer: asyncio.Task[None] | None = None
+
+    def emit(self, payload: Payload, source: EventSource | None = None) -> None:
+        """Number an event and show it; it waits where the reserved numbers are used up."""
+        if self.log.closed:
+            return
+        self._waiting.append((payload, source or self._source))
+        self._number_waiting()
+
+    def _number_waiting(self) -> None:
+        # The terminal event always keeps a number: hence the 1.
+        while self._waiting and (self._store is None or self.log.last + 1 < self._reserved_to):
+            payload, source = self._waiting.pop(0)
+            number = self.log.last + 1
+            body = self._encode(payload, source, number)
+            self.log.append(body)
+            if self._store is not None:
+                self._unstored.append(StoredEvent(number, body))
+                self._start_writer()
+        if self._waiting:
+            self._room.clear()
+        else:
+            self._room.set()
+
+    def _encode(self, payload: Payload, source: EventSource, number: int) -> bytes:
+        try:
+            return encode_event(self._envelope(payload, source, number))
+        except UnicodeEncodeError:
+            raise InputError("the event holds a lone surrogate, which no store can carry") from None
+
+    def _envelope(self, payload: Payload, source: EventSource, number: int) -> Event:
+        return Event(
+            event_id=f"{self._source.run_id}:{number}",
+            sequence=number,
+            timestamp=time.time(),
+            session_id=self._session_id,
+            run_id=source.run_id,
+            attempt_id=source.attempt_id,
+            parent_run_id=source.parent_run_id,
+            root_run_id=self._root_run_id,
+            participant=source.participant,
+            payload=payload,
+        )
+
+    @property
+    def has_room(self) -> bool:
+        return self._room.is_set()
+
+    async def room(self) -> None:
+        """Wait until every event has its number."""
+        await self._room.wait()
+
+    # --- writing behind -----------------------------------------------------------------------------------
+
+    def _start_writer(self) -> None:
+        if self._writer is None:
+            self._writer = asyncio.ensure_future(self._write_behind())
+        if self._needs_block:
+            self._wake.set()
+
+    @property
+    def _needs_block(self) -> bool:
+        return self.log.last > self._reserved_to - EVENT_BLOCK // 2
+
+    async def _write_behind(self) -> None:
+        try:
+            while True:
+                try:
+                    await asyncio.wait_for(self._wake.wait(), WRITE_DELAY)
+                except TimeoutError:
+                    pass
+                self._wake.clear()
+                if not self._unstored and not self._needs_block:
+                    self._writer = None
+                    return
+                await self._write()
+        except LeaseLost:
+            self._on_lease_lost()
+
+    async def _write(self) -> None:
+        assert self._store is not None
+        async with self._writing:
+            events, self._unstored = self._unstored, []
+            reserve_to = self._reserved_to + EVENT_BLOCK if self._needs_block else None
+            store, lease, run_id = self._store, self._lease, self._source.run_id
+            try:
+                await until_stored(lambda: store.append_events(lease, run_id, events, reserve_to))
+            except BaseException:
+                self._unstored = events + self._unstored
+                raise
+            if reserve_to is not None:
+                self._reserved_to = reserve_to
+                self._number_waiting()
+
+    def take_unstored(self) -> Sequence[StoredEvent]:
+        """The events that a commit should carry; give them back with :meth:`put_back` should it fail."""
+        events, self._unstored = self._unstored, []
+        return events
+
+    def put_back(self, events: Sequence[StoredEvent]) -> None:
+        self._unstored = [*events, *self._unstored]
+
+    async def _read_stored(self, after: int, limit: int) -> Sequence[tuple[int, bytes]]:
+        assert self._store is not None
+        unstored = [(event.sequence, event.body) for event in self._unstored if event.sequence > after]
+        if unstored and unstored[0][0] == after + 1:
+            return unstored[:limit]
+        page = await self._store.read_events(self._lease.address.identity, self._source.run_id, after, limit)
+        return [(event.sequence, event.body) for event in page]
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    @property
+    def next_number(self) -> int:
+        """The number of the terminal event, if nothing comes before it."""
+        return self.log.last + 1
+
+    def encode_terminal(self, result: RunResult) -> bytes:
+        """The last event, as it will be numbered."""
+        return self._encode(RunTerminal(result), self._source, result.final_cursor)
+
+    def terminal(self, body: bytes) -> None:
+        """Add the last event and close the log."""
+        self.log.append(body, terminal=True)
+
+    async def close(self) -> None:
+        """Stop writing behind: what is left is the commit's."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            async with self._writing:
+                writer.cancel()
+            await asyncio.wait([writer])

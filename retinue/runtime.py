@@ -1,0 +1,282 @@
+"""The runtime: the front door. Starts runs, finds them again, reads sessions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from retinue.apps import AppSpec, app_by_name, app_by_value
+from retinue.backend import Backend
+from retinue.budgets import Budgets
+from retinue.config import EstimateInputTokens, ModelBinding, RuntimeConfig
+from retinue.drivers import ExecutionDriver, RunMode
+from retinue.errors import InputError, NotShippable, Unsupported, ValidationFailed
+from retinue.event_log import DEFAULT_CAPACITY
+from retinue.grants import Grants
+from retinue.handles import RunHandle
+from retinue.ids import Identity, check_id, check_identity, new_id
+from retinue.loop import awaited, blocking, on_client_loop
+from retinue.messages import Content, Message, check_content
+from retinue.models import ModelClient
+from retinue.protocol import StartRun
+from retinue.results import RunResult
+from retinue.sessions import SessionSnapshot, decode_session
+from retinue.store import Guarantees, StoredArtifact, StoreEngine
+from retinue.tools import Tool
+
+if TYPE_CHECKING:
+    from retinue.inprocess import InProcessBackend
+
+MEMORY = "memory:"
+
+
+class Runtime:
+    """Runs an app: a driver with its grants, budgets, tools and models.
+
+    Args:
+        app: a :class:`RuntimeConfig`, or ``"module:factory"`` naming a function that returns one in each
+            process that needs it. Or give the members of the configuration as keywords.
+        driver, grants, budgets, tools, models, event_capacity, estimate_input_tokens, name: see
+            :class:`RuntimeConfig`.
+        store: URL of the store: ``sqlite:///relative.db``, ``sqlite:////absolute.db`` or ``memory:``. By
+            default a SQLite file under RETINUE_HOME on Ray, and memory in-process. In-process it may be an
+            engine too.
+        backend: ``"ray"``, or ``"inprocess"``: the same runtime without Ray, for tests.
+        address: of the Ray cluster; the standing cluster that is found, or a local one, by default.
+
+    Raises:
+        ValidationFailed: a member of the configuration is wrong; ``path`` names it.
+        Unsupported: the driver declares what cannot be kept.
+        NotShippable: something cannot be sent to the cluster's processes; ``path`` names it.
+        StoreUnavailable: an in-process store cannot be opened.
+    """
+
+    def __init__(
+        self,
+        app: RuntimeConfig | str | None = None,
+        *,
+        driver: ExecutionDriver | None = None,
+        grants: Grants | None = None,
+        budgets: Budgets | None = None,
+        tools: Sequence[Tool] = (),
+        models: Mapping[str, ModelBinding | ModelClient] | None = None,
+        event_capacity: int = DEFAULT_CAPACITY,
+        estimate_input_tokens: EstimateInputTokens | None = None,
+        name: str = "",
+        store: str | StoreEngine | None = None,
+        backend: Literal["ray", "inprocess"] = "ray",
+        address: str | None = None,
+    ) -> None:
+        if app is None:
+            app = RuntimeConfig(
+                driver=driver,  # type: ignore[arg-type]  # checked by RuntimeConfig, with a clear error
+                grants=grants or Grants(),
+                budgets=budgets or Budgets(),
+                tools=tools,
+                models=models or {},
+                event_capacity=event_capacity,
+                estimate_input_tokens=estimate_input_tokens,
+                name=name,
+            )
+        elif driver is not None:
+            raise ValidationFailed("give either an app or its members as keywords, not both", path="app")
+        self._config = app if isinstance(app, RuntimeConfig) else None
+        """The configuration, where it is loaded in this process."""
+        self._backend: Backend
+        if backend == "inprocess":
+            self._backend = _inprocess_backend(app, store)
+        elif backend == "ray":
+            self._backend = _ray_backend(_app_spec(app), store, address)
+        else:
+            raise Unsupported(f"backend {backend!r} is not 'ray' or 'inprocess'", operation="backend")
+        self.sessions = Sessions(self._backend)
+
+    # --- runs ---------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        input: Content,
+        *,
+        identity: Identity,
+        session_id: str,
+        run_id: str | None = None,
+        grants: Grants | None = None,
+        deadline: float | None = None,
+        run_mode: RunMode = "execute",
+        parent_run_id: str | None = None,
+        root_run_id: str | None = None,
+    ) -> RunHandle:
+        """Start a run and return its handle at once, from a script, a notebook or a coroutine alike.
+
+        Args:
+            input: text, or a list of content parts; at most 65,536 bytes of JSON.
+            identity: who it is for, as verified by the application.
+            session_id: the conversation to go on with, or to begin.
+            run_id: chosen by the caller, so that repeating the start is harmless; made up when left out.
+            grants: narrows the app's grants.
+            deadline: epoch seconds at which the run is cancelled.
+            run_mode: ``execute`` or ``plan``.
+            parent_run_id, root_run_id: labels for the caller's own records, on every event.
+
+        Raises:
+            InputError: an argument is wrong. What only the host can know (a conflict, a full cluster) comes
+                with ``accepted()`` or the result.
+        """
+        check_identity(identity, session_id)
+        run_id = run_id or new_id("run")
+        for label, value in (("run_id", run_id), ("parent_run_id", parent_run_id), ("root_run_id", root_run_id)):
+            if value is not None:
+                check_id(label, value)
+        if run_mode not in ("execute", "plan"):
+            raise InputError(f"run_mode is 'execute' or 'plan', not {run_mode!r}", field="run_mode")
+        if grants is not None and not isinstance(grants, Grants):
+            raise InputError(f"grants must be a retinue.Grants, not {type(grants).__name__}", field="grants")
+        if self._config is not None:
+            self._config.grants.narrowed(grants)
+        start = StartRun(
+            run_id=run_id,
+            identity=identity,
+            session_id=session_id,
+            input=check_content(input),
+            grants=grants,
+            deadline=_check_deadline(deadline),
+            run_mode=run_mode,
+            parent_run_id=parent_run_id,
+            root_run_id=root_run_id,
+        )
+        return RunHandle(
+            self._backend, run_id=run_id, identity=identity, session_id=session_id, start=start
+        )
+
+    async def run(
+        self, input: Content, *, identity: Identity, session_id: str, **options: Any
+    ) -> RunResult:
+        """Start a run and await its result; the options of :meth:`start`."""
+        return await self.start(input, identity=identity, session_id=session_id, **options).result()
+
+    def run_blocking(
+        self, input: Content, *, identity: Identity, session_id: str, **options: Any
+    ) -> RunResult:
+        """The blocking twin of :meth:`run`."""
+        return self.start(input, identity=identity, session_id=session_id, **options).wait()
+
+    def attach(self, run_id: str, *, identity: Identity) -> RunHandle:
+        """The handle of a run that was started elsewhere, or earlier.
+
+        ``accepted()`` and ``result()`` tell when there is no such run for this identity (``not_found``).
+        """
+        check_identity(identity, "any")
+        check_id("run_id", run_id)
+        return RunHandle(self._backend, run_id=run_id, identity=identity, session_id=None, start=None)
+
+    async def get_artifact(
+        self, identity: Identity, session_id: str, artifact_id: str
+    ) -> StoredArtifact | None:
+        """Something kept beside a result; ``None`` where this session has no such artifact."""
+        check_identity(identity, session_id)
+
+        async def read() -> StoredArtifact | None:
+            client = await self._backend.client()
+            return await client.read_artifact(identity, session_id, artifact_id)
+
+        return await awaited(on_client_loop(read()))
+
+    async def store_guarantees(self) -> Guarantees:
+        """What the store promises: durable, compare-and-swap, who may write."""
+
+        async def ask() -> Guarantees:
+            return (await self._backend.client()).store.guarantees
+
+        return await awaited(on_client_loop(ask()))
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give up what this process holds for the runtime; done by itself when the process ends.
+
+        In-process: cancels its runs and releases its sessions. On Ray: runs and sessions go on.
+        """
+        blocking(on_client_loop(self._backend.close()))
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Sessions:
+    """Sessions of a runtime: read, and seed from another system."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def read(self, identity: Identity, session_id: str) -> SessionSnapshot:
+        """The session, exclusively. Raises :class:`SessionConflict` while a run has it."""
+        check_identity(identity, session_id)
+
+        async def read() -> SessionSnapshot:
+            client = await self._backend.client()
+            return decode_session(await client.read(identity, session_id))
+
+        return await awaited(on_client_loop(read()))
+
+    async def latest(self, identity: Identity, session_id: str) -> SessionSnapshot:
+        """The session as last committed, without disturbing a run."""
+        check_identity(identity, session_id)
+
+        async def read() -> SessionSnapshot:
+            client = await self._backend.client()
+            return decode_session(await client.latest(identity, session_id))
+
+        return await awaited(on_client_loop(read()))
+
+    async def import_legacy(
+        self, identity: Identity, session_id: str, messages: Sequence[Message]
+    ) -> None:
+        """Replace the session by display-only history: no state, revision 0, not replayable.
+
+        Raises:
+            SessionConflict: a run has the session.
+            InputError: tool calls and results do not pair up.
+        """
+        check_identity(identity, session_id)
+
+        async def replace() -> None:
+            client = await self._backend.client()
+            await client.import_legacy(identity, session_id, messages)
+
+        await awaited(on_client_loop(replace()))
+
+
+def _check_deadline(deadline: object) -> float | None:
+    if deadline is None:
+        return None
+    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not math.isfinite(deadline):
+        raise InputError(f"deadline must be epoch seconds, a finite number, not {deadline!r}", field="deadline")
+    return float(deadline)
+
+
+def _app_spec(app: RuntimeConfig | str) -> AppSpec:
+    return app_by_name(app) if isinstance(app, str) else app_by_value(app)
+
+
+def _inprocess_backend(app: RuntimeConfig | str, store: str | StoreEngine | None) -> InProcessBackend:
+    from retinue.inprocess import InProcessBackend, local_app
+    from retinue.storage import open_store, this_process
+
+    engine = open_store(store or MEMORY) if store is None or isinstance(store, str) else store
+    return InProcessBackend(engine, this_process(new_id("host"), "inprocess"), local_app(app))
+
+
+def _ray_backend(app: AppSpec, store: str | StoreEngine | None, address: str | None) -> Backend:
+    if store is not None and not isinstance(store, str):
+        raise NotShippable(
+            "store is an engine object; the cluster's store actor opens stores itself: give a URL",
+            path="store",
+        )
+    from retinue.actors.backend import RayBackend
+
+    return RayBackend(app, store, address)
+

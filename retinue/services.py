@@ -1,0 +1,412 @@
+"""What a driver or a tool is given: the one way to models, tools, delegates and history.
+
+Services run beside the user's code, on a user loop. Whatever counts is asked of the root of the tree
+through a :class:`RootPort`; nothing here decides about budgets or grants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+import msgspec
+
+from retinue.budgets import Budgets, BudgetSnapshot
+from retinue.delegates import Delegate, pickle_work
+from retinue.drivers import ExecutionDriver, RunRequest
+from retinue.errors import RetinueError, ToolFailed, Unsupported, error_from_payload
+from retinue.events import MAX_DELTA, Custom, Payload, TextDelta, check_payload
+from retinue.ids import Identity, new_id, session_key
+from retinue.messages import Content, Message, ToolCall, check_content, decode_message, encode_message
+from retinue.model_calls import ModelCalls
+from retinue.models import ModelClient, ModelResponse, ToolSchema
+from retinue.protocol import (
+    AdmitTool,
+    Emit,
+    ParticipantMessage,
+    Record,
+    Rejected,
+    RootReply,
+    Spawn,
+    ToolAdmitted,
+    ToolDone,
+)
+from retinue.tools import Tool, ToolArgumentError, ToolResult, result_text
+
+if TYPE_CHECKING:
+    from retinue.agents import Agent
+    from retinue.config import RuntimeConfig
+
+T = TypeVar("T")
+
+
+class RootPort(Protocol):
+    """The way to the root of the tree: a thread away for the root driver, a process away for a delegate."""
+
+    async def ask(self, message: ParticipantMessage) -> RootReply:
+        """Send and wait for the reply."""
+        ...
+
+    def tell(self, message: ParticipantMessage) -> None:
+        """Send, in order with everything else sent here; arrives before any later ``ask``."""
+        ...
+
+    @property
+    def budget(self) -> BudgetSnapshot:
+        """The tree's budget as last heard."""
+        ...
+
+
+class ToolContext:
+    """What a tool's ``ctx`` parameter receives."""
+
+    def __init__(self, services: ExecutionServices, call_id: str) -> None:
+        self.services = services
+        self.call_id = call_id
+
+    @property
+    def identity(self) -> Identity:
+        return self.services.request.identity
+
+    @property
+    def cancelled(self) -> bool:
+        """True once the run is being cancelled: a tool in a thread should return soon."""
+        return self.services.cancelled
+
+    async def delegate(self, work: Agent | ExecutionDriver, input: Content, **options: Any) -> Delegate:
+        """See :meth:`ExecutionServices.delegate`."""
+        return await self.services.delegate(work, input, **options)
+
+
+class ExecutionServices:
+    """The services of one execution: the root driver of a run, or one delegate."""
+
+    def __init__(
+        self,
+        *,
+        request: RunRequest,
+        config: RuntimeConfig,
+        port: RootPort,
+        threads: Executor,
+        history: Sequence[bytes] = (),
+        state: bytes = b"{}",
+        token_limited: bool = False,
+    ) -> None:
+        self.request = request
+        self.config = config
+        self.token_limited = token_limited
+        """The tree has a token limit, so callers should say how much output they want."""
+        self.state: dict[str, Any] = msgspec.json.decode(state)
+        """Application state of the session; a delegate has none of its own."""
+        self.cancelled = False
+        self.transcript: list[bytes] = []
+        """Encoded messages of this execution, as recorded."""
+        self._port = port
+        self._threads = threads
+        self._history = list(history)
+        self._owned: set[asyncio.Task[Any]] = set()
+        self._call_ids = itertools.count(1)
+        self._models = ModelCalls(self, port)
+
+    # --- data ---------------------------------------------------------------------------------------------
+
+    @property
+    def participant(self) -> str:
+        """Id of this execution in the ledger: empty for the root, the run id for a delegate."""
+        return self.request.run_id if self.request.participant else ""
+
+    @property
+    def session_key(self) -> str:
+        return session_key(self.request.identity, self.request.session_id)
+
+    @property
+    def history(self) -> list[Message]:
+        """A fresh copy of the canonical conversation; a delegate starts with none."""
+        return [decode_message(body) for body in self._history]
+
+    @property
+    def budget(self) -> BudgetSnapshot:
+        """What the whole tree has spent, reserved and left."""
+        return self._port.budget
+
+    def next_call_id(self) -> str:
+        return f"call-{next(self._call_ids)}"
+
+    # --- models -------------------------------------------------------------------------------------------
+
+    async def model(
+        self,
+        provider: ModelClient,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSchema] = (),
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        role: str = "main",
+    ) -> ModelResponse:
+        """One task model call, admitted by the ledger first.
+
+        Args:
+            provider: the model to ask, unless the app binds one to ``role``.
+            messages: the whole request, oldest first.
+            tools: schemas of the tools that the model may call.
+            max_tokens: output tokens wanted at most; the ledger may grant fewer.
+            temperature: passed to the provider as it is.
+            role: a granted model role.
+
+        Raises:
+            BudgetExhausted: the ledger refused; nothing was sent.
+            AccessDenied: the role is not granted.
+            Unsupported: ``max_tokens`` is not a positive integer.
+            ModelFailed: the provider failed, or reported impossible usage.
+        """
+        return await self._models.task(provider, messages, tools, max_tokens, temperature, role)
+
+    async def control_model(
+        self,
+        role: str,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+    ) -> ModelResponse:
+        """One policy call to the model that the app binds to ``role``; no tools, plain messages only.
+
+        Raises:
+            Unsupported: the role has no binding, an option is not allowlisted, or a message is not plain.
+            ModelFailed: the answer calls tools or is cut; its usage has been counted.
+            BudgetExhausted, AccessDenied: as for :meth:`model`.
+        """
+        return await self._models.control(role, messages, max_tokens, temperature)
+
+    # --- tools and effects --------------------------------------------------------------------------------
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """The tools of the app."""
+        return self.config.tools
+
+    async def dispatch(self, call: ToolCall, *, tools: Sequence[Tool] = ()) -> ToolResult:
+        """Run one tool through the gate. Always a result: errors and denials are results too.
+
+        Args:
+            call: name, id and arguments; arguments that do not fit the schema use no attempt.
+            tools: tools beside the app's own, such as an agent's.
+        """
+        found = next((item for item in (*tools, *self.tools) if item.name == call.name), None)
+        if found is None:
+            return self._tool_done(call, f"there is no tool {call.name!r}", error=True)
+        try:
+            arguments = found.validate(call.arguments)
+        except ToolArgumentError as error:
+            return self._tool_done(call, str(error), error=True)
+        verdict = await self._admit_tool(call.name, call.id)
+        if not verdict.allowed:
+            return self._tool_done(call, f"[denied] {verdict.reason}", error=True, denied=True)
+        try:
+            value = await self._call_tool(found, arguments, call.id)
+            text = result_text(value)
+            text.encode()
+        except UnicodeEncodeError:
+            return self._tool_done(call, f"{call.name} gave text with a lone surrogate", error=True)
+        except Exception as error:
+            return self._tool_done(call, f"{type(error).__name__}: {error}", error=True)
+        return self._tool_done(call, text)
+
+    async def dispatch_effect(
+        self, name: str, arguments: Mapping[str, Any], execute: Callable[[dict[str, Any]], Awaitable[T]]
+    ) -> T:
+        """Run a trusted callback through the gate, under the tool id ``name``.
+
+        Raises:
+            ToolFailed: it was denied. What ``execute`` raises passes through.
+        """
+        call_id = self.next_call_id()
+        verdict = await self._admit_tool(name, call_id)
+        if not verdict.allowed:
+            self._port.tell(
+                ToolDone(participant=self.participant, call_id=call_id, tool_name=name, error=True)
+            )
+            raise ToolFailed(f"{name} was denied: {verdict.reason}", operation=name)
+        failed = True
+        try:
+            value = await execute(dict(arguments))
+            failed = False
+            return value
+        finally:
+            self._port.tell(
+                ToolDone(participant=self.participant, call_id=call_id, tool_name=name, error=failed)
+            )
+
+    async def _admit_tool(self, name: str, call_id: str) -> ToolAdmitted:
+        # The model chooses call ids and may repeat one in a later round, so attempts have ids of their own.
+        attempt = f"{self.next_call_id()}:{call_id}"
+        reply = await self.ask(AdmitTool(participant=self.participant, call_id=attempt, tool_name=name))
+        assert isinstance(reply, ToolAdmitted)
+        return reply
+
+    async def _call_tool(self, found: Tool, arguments: dict[str, Any], call_id: str) -> Any:
+        if found.takes_context:
+            arguments = {**arguments, "ctx": ToolContext(self, call_id)}
+        if found.is_async:
+            return await found.function(**arguments)
+        return await self.in_thread(functools.partial(found.function, **arguments))
+
+    def _tool_done(
+        self, call: ToolCall, text: str, *, error: bool = False, denied: bool = False
+    ) -> ToolResult:
+        self._port.tell(
+            ToolDone(participant=self.participant, call_id=call.id, tool_name=call.name, error=error)
+        )
+        return ToolResult(call_id=call.id, tool_name=call.name, text=text, error=error, denied=denied)
+
+    # --- delegates ----------------------------------------------------------------------------------------
+
+    async def delegate(
+        self,
+        work: Agent | ExecutionDriver,
+        input: Content,
+        *,
+        name: str | None = None,
+        placement: Literal["pooled"] = "pooled",
+        budgets: Budgets | None = None,
+    ) -> Delegate:
+        """Start a child: an agent or a driver with a conversation, a cancellation and an account of its own.
+
+        Args:
+            work: copied into the child's process, so it must be picklable.
+            input: what the child is asked.
+            name: label in events; the agent's name or the driver's id when left out.
+            placement: ``pooled`` packs children into few processes.
+            budgets: limits of the child and everything below it, within those of this execution.
+
+        Raises:
+            NotShippable: ``work`` cannot be copied; ``path`` names the member at fault.
+            Unsupported: another placement.
+        """
+        if placement != "pooled":
+            raise Unsupported(
+                f"placement {placement!r} is not supported; use 'pooled'", operation=f"placement={placement}"
+            )
+        label = name or getattr(work, "name", None) or getattr(work, "id", None) or "delegate"
+        spawn = Spawn(
+            participant=self.participant,
+            child_run_id=new_id("run"),
+            name=str(label),
+            input=check_content(input),
+            budgets=budgets,
+            placement=placement,
+            work=pickle_work(work, str(label)),
+        )
+        child = Delegate(self, spawn.child_run_id, spawn.name)
+        await self.ask(spawn)
+        child.follow(self.run_owned(child.wait()))
+        return child
+
+    # --- history, events, owned work ----------------------------------------------------------------------
+
+    def append(self, messages: Sequence[Message]) -> None:
+        """Add messages to the canonical conversation (of a delegate: to its transcript)."""
+        self._record(messages, conversation=not self._is_root)
+
+    def record_conversation(self, messages: Sequence[Message]) -> None:
+        """Add messages to this execution's conversation, and for the root to canonical history too."""
+        self._record(messages, conversation=True)
+
+    def _record(self, messages: Sequence[Message], *, conversation: bool) -> None:
+        bodies = [encode_message(message) for message in messages]
+        if conversation:
+            self.transcript.extend(bodies)
+        if self._is_root:
+            self._history.extend(bodies)
+            self._port.tell(
+                Record(
+                    canonical=bodies,
+                    conversation=bodies if conversation else (),
+                    execution_id=self.request.run_id,
+                )
+            )
+
+    @property
+    def _is_root(self) -> bool:
+        return self.participant == ""
+
+    @property
+    def recorded_history(self) -> Sequence[bytes]:
+        """The canonical conversation as encoded, for checking what a driver returns."""
+        return self._history
+
+    def emit(self, payload: Payload | Mapping[str, Any]) -> None:
+        """Add an event of the application, such as ``Custom(name, data)``; at most 65,536 bytes of JSON.
+
+        Raises:
+            InputError: not a payload, too large, or of a type that only the runtime emits.
+        """
+        self._port.tell(Emit(participant=self.participant, payload=check_payload(payload)))
+
+    def emit_text(self, text: str) -> None:
+        """Add ``text.delta`` events, in pieces of at most 8,192 characters; a delegate's text stays inside."""
+        if not self._is_root:
+            return
+        for start in range(0, len(text), MAX_DELTA):
+            self.emit(TextDelta(text[start : start + MAX_DELTA]))
+
+    def run_owned(self, work: Awaitable[T]) -> asyncio.Task[T]:
+        """Register work that the run must wait for; what it raises after the driver returned fails the run."""
+        task = asyncio.ensure_future(_awaited(work))
+        self._owned.add(task)
+        task.add_done_callback(self._owned.discard)
+        return task
+
+    async def settle_owned(self) -> None:
+        """Wait for owned work that is still pending; raise the first failure."""
+        while pending := list(self._owned):
+            await asyncio.wait(pending)
+            for task in pending:
+                task.result()
+
+    async def cancel_owned(self) -> None:
+        """Cancel owned work and wait until it is gone; its outcome is nobody's any more."""
+        while pending := list(self._owned):
+            for task in pending:
+                task.cancel()
+            await asyncio.wait(pending)
+            for task in pending:
+                if not task.cancelled():
+                    task.exception()
+
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        """Run a blocking function in the tool threads; a cancellation waits until it has returned."""
+        context = contextvars.copy_context()
+        work = asyncio.get_running_loop().run_in_executor(self._threads, context.run, function)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            if work.done() and not work.cancelled():
+                work.exception()
+            raise
+
+    async def ask(self, message: ParticipantMessage) -> RootReply:
+        """Ask the root; a rejection is raised as its error, or as cancellation when the run is ending."""
+        reply = await self._port.ask(message)
+        if isinstance(reply, Rejected):
+            if reply.cancelled:
+                raise asyncio.CancelledError("the run is being cancelled")
+            raise error_from_payload(reply.error)
+        return reply
+
+    def tell(self, message: ParticipantMessage) -> None:
+        self._port.tell(message)
+
+
+async def _awaited(work: Awaitable[T]) -> T:
+    return await work
+
+
+__all__ = ["Custom", "Delegate", "ExecutionServices", "RetinueError", "RootPort", "ToolContext"]

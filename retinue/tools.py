@@ -1,0 +1,163 @@
+"""Tools: functions that a model may call, with a schema from their type hints and docstring."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, get_type_hints, overload
+
+import msgspec
+
+from retinue.errors import ValidationFailed
+from retinue.models import ToolSchema
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from retinue.services import ToolContext
+
+IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*\Z")
+"""What tools, agents, roles and drivers may be called (contract section 3)."""
+
+_CONTEXT_PARAMETER = "ctx"
+
+
+class ToolArgumentError(ValueError):
+    """The arguments do not fit the tool's schema; the text is fit for the model to read."""
+
+
+class Tool:
+    """A function with a name, a description and a JSON schema of its arguments.
+
+    Args:
+        function: sync or async. A parameter named ``ctx`` receives the :class:`ToolContext` and is no part
+            of the schema. Sync functions run in a thread; long ones should look at ``ctx.cancelled``.
+        name: the tool id that grants name; the function's own name when left out.
+        description: the docstring when left out.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, name: str | None = None, description: str | None = None
+    ) -> None:
+        self.function = function
+        self.name = name or function.__name__
+        self.description = (description or inspect.getdoc(function) or "").strip()
+        if not IDENTIFIER.match(self.name):
+            raise ValidationFailed(
+                f"tool name {self.name!r} must start with a letter or digit and go on with letters, digits "
+                "and . _ : / -",
+                path="tool.name",
+            )
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 - looks at the method, does not test callability
+        )
+        self.takes_context = _CONTEXT_PARAMETER in inspect.signature(function).parameters
+        self.__doc__ = self.description
+        self.__module__ = getattr(function, "__module__", type(self).__module__)
+        self._qualname = getattr(function, "__qualname__", "")
+        self._arguments = _arguments_model(self.name, function)
+        self.parameters: dict[str, Any] = self._arguments.model_json_schema()
+        self.parameters.pop("title", None)
+
+    @property
+    def schema(self) -> ToolSchema:
+        """The tool as a provider is told of it."""
+        return ToolSchema(self.name, self.description, self.parameters)
+
+    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the function takes them; :class:`ToolArgumentError` names each that is wrong."""
+        from pydantic import ValidationError
+
+        try:
+            parsed = self._arguments.model_validate(dict(arguments))
+        except ValidationError as error:
+            problems = "; ".join(
+                f"{'.'.join(str(part) for part in problem['loc']) or 'arguments'}: {problem['msg']}"
+                for problem in error.errors(include_url=False, include_input=False)
+            )
+            raise ToolArgumentError(f"invalid arguments for {self.name}: {problems}") from None
+        return {name: getattr(parsed, name) for name in type(parsed).model_fields}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain function, for use outside of a run; nothing is counted or gated."""
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<Tool {self.name}>"
+
+    def __reduce__(self) -> tuple[Any, ...] | str:
+        # A decorated function of an importable module travels by name, like a plain function would.
+        import cloudpickle  # type: ignore[import-untyped]
+
+        module = self.__module__
+        by_value = module == "__main__" or module in cloudpickle.list_registry_pickle_by_value()
+        if not by_value and getattr(sys.modules.get(module), self._qualname, None) is self:
+            return self._qualname
+        return _rebuild, (self.function, self.name, self.description)
+
+
+def _rebuild(function: Callable[..., Any], name: str, description: str) -> Tool:
+    return Tool(function, name=name, description=description)
+
+
+def _arguments_model(name: str, function: Callable[..., Any]) -> type[BaseModel]:
+    from pydantic import ConfigDict, Field, create_model
+
+    target = function if inspect.isroutine(function) else type(function).__call__
+    try:
+        hints = get_type_hints(target, include_extras=True)
+    except NameError as error:
+        raise ValidationFailed(f"tool {name}: a type hint cannot be resolved: {error}", path=name) from None
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == _CONTEXT_PARAMETER:
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ValidationFailed(
+                f"tool {name}: parameter {parameter} cannot be described by a schema; use named parameters",
+                path=f"{name}.{parameter.name}",
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hints.get(parameter.name, Any), Field(default=default))
+    return create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
+
+
+@overload
+def tool(function: Callable[..., Any], /) -> Tool: ...
+@overload
+def tool(*, name: str | None = None, description: str | None = None) -> Callable[[Callable[..., Any]], Tool]: ...
+def tool(
+    function: Callable[..., Any] | None = None, /, *, name: str | None = None, description: str | None = None
+) -> Tool | Callable[[Callable[..., Any]], Tool]:
+    """Make a :class:`Tool` of a function: ``@tool`` or ``@tool(name=..., description=...)``.
+
+    The schema comes from the type hints (anything pydantic understands), the description from the docstring.
+    """
+    if function is not None:
+        return Tool(function)
+    return lambda target: Tool(target, name=name, description=description)
+
+
+class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tool call gave: always a result, denials and errors included (contract section 7)."""
+
+    call_id: str
+    tool_name: str
+    text: str
+    error: bool = False
+    """True for denials too."""
+    denied: bool = False
+
+
+def result_text(value: Any) -> str:
+    """A tool's return value as text for the model: strings as they are, anything else as JSON."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError):
+        return str(value)

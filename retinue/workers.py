@@ -1,0 +1,80 @@
+"""Threads for user code: one event loop for drivers, models and async tools, a pool for sync tools.
+
+User code never runs on the loop that owns state; what crosses is a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+TOOL_THREADS = 32
+"""Sync tools of one process that run at once."""
+
+
+class LoopThread:
+    """An event loop in a daemon thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine there; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    @property
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Cancel what is left on the loop and end the thread; waits at most ``timeout`` seconds."""
+        if not self._thread.is_alive():
+            return
+        if not self.is_current:
+            ending = asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop)
+            try:
+                ending.result(timeout)
+            except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+                pass
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        if not self.is_current:
+            self._thread.join(timeout)
+            if not self._thread.is_alive():
+                self.loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Workers:
+    """Where one process runs user code."""
+
+    def __init__(self, name: str = "retinue-user") -> None:
+        self._loop_thread = LoopThread(name)
+        self.threads = concurrent.futures.ThreadPoolExecutor(TOOL_THREADS, thread_name_prefix=f"{name}-tool")
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop_thread.loop
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return self._loop_thread.submit(work)
+
+    def stop(self) -> None:
+        self._loop_thread.stop()
+        self.threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,1 @@
+"""The HTTP service on Ray Serve. Nothing is offered yet."""

@@ -1,0 +1,1 @@
+"""Stores for sessions, run records and events."""

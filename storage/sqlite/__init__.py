@@ -1,0 +1,1 @@
+"""The SQLite store: one file, one writer thread that commits in groups, readers beside it."""

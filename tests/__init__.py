@@ -1,0 +1,1 @@
+"""Tests, in folders by cost. Packages, so that Ray workers can import from them."""

@@ -1,0 +1,1 @@
+"""Plain classes, no Ray: the whole lot in seconds."""

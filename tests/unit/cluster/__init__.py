@@ -1,0 +1,1 @@
+"""Tests of the cluster floor that start no Ray."""
