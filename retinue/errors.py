@@ -227,7 +227,8 @@ class Overloaded(RetinueError):
 class StoreUnavailable(RetinueError):
     """The store cannot be opened or does not answer.
 
-    ``url`` is the store, without credentials.
+    ``url`` is the store, without credentials, and ``reason`` the cause in a word where it is known:
+    ``locked``, ``disk_full``, ``closed`` and those that ``retinue.storage.open_store`` lists.
     """
 
     code = "store_unavailable"

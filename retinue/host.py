@@ -143,6 +143,10 @@ class Host:
             raise NotFound(f"activation {activation_id} is not in this process", activation_id=activation_id)
         return session
 
+    def has(self, activation_id: str) -> bool:
+        """Whether the activation is resident here."""
+        return activation_id in self._sessions
+
     async def passivate(self, activation_id: str, reason: DeactivationReason) -> bool:
         """Let an idle activation leave; false when it is busy."""
         session = self._sessions.get(activation_id)

@@ -38,6 +38,9 @@ def client_loop() -> LoopThread:
 def before_exit(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run this on the client loop when the process ends, within :data:`EXIT_PATIENCE` seconds."""
     _at_exit.append(work)
+    # Exit handlers run last in, first out: ours must come before those of libraries that it still needs.
+    atexit.unregister(_exit)
+    atexit.register(_exit)
 
 
 def on_client_loop(work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:

@@ -122,8 +122,8 @@ class AcquireLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     Refused with ``session_conflict`` while another holder has it, unless that holder is provably gone
     (same ``boot_id``, and no process with its pid and start time), is this same ``holder_id``, or was seen
     by this engine with an unchanged renewal counter for a whole :data:`LEASE_PERIOD` of its own monotonic
-    clock. The refusal's data has ``holder`` (its id) and ``retry_after`` (seconds).
-    Reply: :class:`LeaseGrant`.
+    clock, beginning with the first refusal. The refusal's data has ``holder`` (its id) and ``retry_after``
+    (seconds). A holder that was fenced is refused with ``lease_lost``. Reply: :class:`LeaseGrant`.
     """
 
     address: SessionAddress
@@ -145,14 +145,20 @@ class ReleaseLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class FenceHolder(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End every lease of a holder whose death is confirmed: nothing it sends is accepted any more.
 
-    Reply: :class:`Fenced` with the addresses that it held.
+    That includes an ``AcquireLease`` that is still on its way: the holder id can hold no lease ever again,
+    and a process that goes on all the same must take a new one. Reply: :class:`Fenced` with the addresses
+    that it held, none at a repeat.
     """
 
     holder_id: str
 
 
 class OpenRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Store the record of a new run. A repeat (same run id) gives back what stands. Reply: the record."""
+    """Store the record of a new run. A repeat (same run id) gives back what stands.
+
+    Refused with ``invalid_input`` when the record names another session than the lease, or its run id is
+    taken in another session of this identity. Reply: :class:`StoredRun`.
+    """
 
     lease: Lease
     record: RunRecord
@@ -161,8 +167,10 @@ class OpenRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class CommitSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One transaction: a delta of the session, events and an outcome. Reply: :class:`Committed`.
 
-    Refused with ``lease_lost`` when the epoch is not current, and with ``session_conflict`` when the stored
-    revision is not ``base_revision``. A repeat of the session's last ``commit_id`` gives the first answer.
+    Refused with ``lease_lost`` when the epoch is not current, with ``session_conflict`` when the stored
+    revision is not ``base_revision``, and with ``not_found`` when this session has no run of the outcome's
+    id. A repeat of the session's last ``commit_id`` gives the first answer, even once the lease is lost: so
+    the fate of a commit whose answer was lost can be looked up.
     """
 
     lease: Lease
@@ -171,13 +179,14 @@ class CommitSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     messages: Sequence[bytes] = ()
     """To append to history."""
     conversations: Mapping[str, Sequence[bytes]] = msgspec.field(default_factory=dict)
-    """To append, by execution id."""
+    """To append, by execution id, which is never empty."""
     state: bytes | None = None
     """New state; ``None`` leaves it."""
     replayable: bool = True
     events: Sequence[StoredEvent] = ()
-    """Events of the run in ``outcome`` not stored yet."""
+    """Events of the run in ``outcome`` not stored yet; refused with ``invalid_input`` without an outcome."""
     artifacts: Sequence[StoredArtifact] = ()
+    """To keep; an id that stands already is left alone."""
     outcome: RunOutcome | None = None
 
 
@@ -192,7 +201,8 @@ class ReplaceSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class AppendEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Store events of a run, written behind; numbers that stand already are left alone.
 
-    ``reserve_to`` raises the record's reserved numbers. Reply: :class:`Done`.
+    ``reserve_to`` raises the record's reserved numbers, and never lowers them. Refused with ``not_found``
+    when this session has no such run. Reply: :class:`Done`.
     """
 
     lease: Lease
@@ -202,7 +212,10 @@ class AppendEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FinishRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Set or replace the outcome of a run, without a session commit. Reply: :class:`Done`."""
+    """Set or replace the outcome of a run, without a session commit.
+
+    Refused with ``not_found`` when this session has no such run. Reply: :class:`Done`.
+    """
 
     lease: Lease
     outcome: RunOutcome
@@ -211,7 +224,7 @@ class FinishRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ReadSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The last commit, without a lease. Reply: :class:`StoredSession`."""
+    """The last commit, without a lease. Reply: :class:`FoundSession`."""
 
     address: SessionAddress
 
@@ -339,13 +352,20 @@ class StoreEngine(Protocol):
     def guarantees(self) -> Guarantees: ...
 
     async def execute(self, operations: Sequence[StoreOperation]) -> Sequence[StoreReply]:
-        """Reply to each operation, in order. A failed one is answered :class:`Refused`; this raises only
-        :class:`retinue.errors.StoreUnavailable`, when nothing could be done at all."""
+        """Reply to each operation, in order: an operation sees what those before it in the list wrote.
+
+        A failed one is answered :class:`Refused`; this raises only
+        :class:`retinue.errors.StoreUnavailable`, when nothing could be done at all, and after ``close``.
+        An address of another store is refused with ``store_unavailable``, a lease of another store with
+        ``lease_lost``. A caller that is cancelled may find its operations done.
+        """
         ...
 
     def statistics(self) -> StoreStatistics: ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Do what was accepted, then end; a second time changes nothing."""
+        ...
 
 
 class Store:

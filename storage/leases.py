@@ -18,7 +18,7 @@ from retinue.storage.holders import provably_gone
 from retinue.store import LEASE_PERIOD, Holder
 
 MAX_OBSERVED = 4096
-"""Contended leases remembered; beyond it the one longest not asked for is forgotten, and is waited for anew."""
+"""Contended leases remembered; beyond it the one not asked for longest is forgotten, and waited for anew."""
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -57,8 +57,8 @@ class LeaseWatch:
         """Return when ``contender`` may take the lease that ``holder`` has; count the attempt otherwise.
 
         Raises:
-            SessionConflict: the holder may live. ``holder`` is its id, ``retry_after`` the seconds after which
-                the lease can be taken, if it is not renewed until then.
+            SessionConflict: the holder may live. ``holder`` is its id, ``retry_after`` the seconds after
+                which the lease can be taken, if it is not renewed until then.
         """
         if holder.holder_id == contender.holder_id or self._gone(holder):
             self._seen.pop(address, None)
@@ -76,9 +76,9 @@ class LeaseWatch:
             del self._seen[address]
             return
         raise SessionConflict(
-            f"session {address.session_id!r} is held by {holder.holder_id} (process {holder.pid}), which may be "
-            f"alive; wait for it, or try again in {wait:.1f} s: if it has not renewed until then, its lease is "
-            "taken over",
+            f"session {address.session_id!r} is held by {holder.holder_id} (process {holder.pid}), which may "
+            f"be alive; wait for it, or try again in {wait:.1f} s, when its lease is taken over unless "
+            "renewed",
             holder=holder.holder_id,
             retry_after=wait,
         )

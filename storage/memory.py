@@ -38,7 +38,9 @@ class _Session:
     """A session with all that belongs to it but its runs."""
 
     def __init__(self, key: int, address: SessionAddress) -> None:
-        self.row = SessionRow(key=key, revision=0, commit_id=None, epoch=0, renewals=0, holder=None)
+        self.row = SessionRow(
+            key=key, revision=0, commit_id=None, commit_revision=0, epoch=0, renewals=0, holder=None
+        )
         self.address = address
         self.replayable = True
         self.messages: dict[str, list[bytes]] = {}
@@ -127,7 +129,9 @@ class MemoryRows:
 
     def advance_session(self, session_key: int, revision: int, commit_id: str, replayable: bool) -> None:
         session = self._sessions[session_key]
-        session.row = msgspec.structs.replace(session.row, revision=revision, commit_id=commit_id)
+        session.row = msgspec.structs.replace(
+            session.row, revision=revision, commit_id=commit_id, commit_revision=revision
+        )
         session.replayable = replayable
 
     def append_messages(self, session_key: int, execution_id: str, messages: Sequence[bytes]) -> None:
@@ -138,7 +142,7 @@ class MemoryRows:
 
     def clear_session(self, session_key: int) -> None:
         session = self._sessions[session_key]
-        session.row = msgspec.structs.replace(session.row, revision=0, commit_id=None)
+        session.row = msgspec.structs.replace(session.row, revision=0)
         session.replayable = False
         session.messages = {HISTORY: []}
         session.state = b"{}"

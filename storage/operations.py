@@ -117,8 +117,8 @@ class Operations:
         check_id("holder.holder_id", holder.holder_id)
         if rows.is_fenced(holder.holder_id):
             raise LeaseLost(
-                f"holder {holder.holder_id} was fenced, its death confirmed: it can hold no lease any more; a "
-                "process that goes on all the same must take a new holder id"
+                f"holder {holder.holder_id} was fenced, its death confirmed: it can hold no lease any more; "
+                "a process that goes on all the same must take a new holder id"
             )
         row = rows.find_session(address)
         if row is None:
@@ -169,7 +169,7 @@ class Operations:
             return StoredRun(record=record)
         if standing.session_id != record.session_id:
             raise InputError(
-                f"run id {record.run_id!r} is taken, in session {standing.session_id!r}; give each run its own",
+                f"run id {record.run_id!r} is taken, in session {standing.session_id!r}; give each its own",
                 run_id=record.run_id,
             )
         return StoredRun(record=standing)
@@ -181,12 +181,12 @@ class Operations:
         row = rows.find_session(lease.address)
         if row is not None and row.commit_id == operation.commit_id:
             # A repeat, whose first answer was lost: it was committed, whoever has the lease by now.
-            return Committed(revision=row.revision)
+            return Committed(revision=row.commit_revision)
         row = _require(row, lease)
         if row.revision != operation.base_revision:
             raise SessionConflict(
-                f"session {lease.address.session_id!r} is at revision {row.revision}, and this commit was made "
-                f"from {operation.base_revision}; read the session again",
+                f"session {lease.address.session_id!r} is at revision {row.revision}, and this commit was "
+                f"made from {operation.base_revision}; read the session again",
                 revision=row.revision,
             )
         if operation.events and outcome is None:
@@ -269,8 +269,8 @@ class Operations:
         check_identity(address.identity, address.session_id)
         if address.store_id != self._store_id:
             raise StoreUnavailable(
-                f"the address of session {address.session_id!r} belongs to store {address.store_id}, and this "
-                f"is {self._store_id}; open the store that the session is in",
+                f"the address of session {address.session_id!r} belongs to store {address.store_id}, and "
+                f"this is {self._store_id}; open the store that the session is in",
                 reason="other_store",
             )
 
@@ -284,8 +284,8 @@ class Operations:
         check_identity(lease.address.identity, lease.address.session_id)
         if lease.address.store_id != self._store_id:
             raise LeaseLost(
-                f"the lease of session {lease.address.session_id!r} was given by store {lease.address.store_id}, "
-                f"and this is {self._store_id}"
+                f"the lease of session {lease.address.session_id!r} was given by store "
+                f"{lease.address.store_id}, and this is {self._store_id}"
             )
 
 

@@ -32,7 +32,9 @@ class SessionRow(msgspec.Struct, frozen=True):
     key: int
     revision: int
     commit_id: str | None
-    """Id of the commit that made ``revision``; none before the first, and after an import."""
+    """Id of the last commit, ``None`` before the first."""
+    commit_revision: int
+    """What the last commit was answered; an import has set ``revision`` back since, perhaps."""
     epoch: int
     """Of the lease that was given last; it stays when the lease ends."""
     renewals: int
@@ -87,7 +89,7 @@ class Rows(Protocol):
     def set_state(self, session_key: int, state: bytes) -> None: ...
 
     def clear_session(self, session_key: int) -> None:
-        """Drop history, conversations and state: revision 0, not replayable, no commit id."""
+        """Drop history, conversations and state: revision 0, not replayable. The last commit stays known."""
         ...
 
     def add_artifacts(self, session_key: int, artifacts: Sequence[StoredArtifact]) -> None:

@@ -34,7 +34,9 @@ _TAG = re.compile(
 _EMPHASIS = re.compile(r"(?<![\w*])(\*\*\*|\*\*|__)(?=\S)(.+?)(?<=\S)\1(?!\w)")
 _STAR = re.compile(r"(?<![\w*])\*(?=[^\s*])([^*\n]+?)(?<=[^\s*])\*(?![\w*])")
 _BOLD_START = re.compile(r"\s*(?:\*\*|__)([^*_\n]{1,80}?)(?:\*\*|__)")
-_SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]*_`]*\s+(?=[\"'“‘(\[*_`]*[A-Z0-9À-ÖØ-Þ\u0400-\u042f`])|[。！？]\s*")
+_SENTENCE_END = re.compile(
+    r"[.!?…][\"'”’)\]*_`]*\s+(?=[\"'“‘(\[*_`]*[A-Z0-9À-ÖØ-Þ\u0400-\u042f`])|[。！？]\s*"
+)
 _ABBREVIATION = re.compile(
     r"(?:\b(?:e\.g|i\.e|etc|vs|cf|approx|incl|resp|no|nos|fig|sec|ch|pp?|vol|ed|eds|al|dr|mr|mrs|ms|prof|st|inc|ltd)"
     r"|\b[A-Z]|(?:^|\s)\d{1,3})\.\s*\Z",
@@ -62,7 +64,7 @@ class Sentence:
     """The sentence before it in the same paragraph."""
     kind: Kind = "text"
     rank: int = 0
-    """Place in an earlier ranking, from 0."""
+    """Place in an earlier ranking, from 0; a tie-breaker and a little more."""
 
     @property
     def citation(self) -> str:
@@ -283,7 +285,7 @@ def _shown(text: str) -> str:
 
 
 def _row_text(header: Sequence[str], cells: Sequence[str]) -> str:
-    """A table row that reads on its own: ``first cell: second``, or with the headers of the others."""
+    """A table row that reads on its own: ``first cell: second`` of two columns, of more each with its header."""
     named = [
         (header[index] if index < len(header) else "", cell)
         for index, cell in enumerate(cells)
@@ -291,7 +293,8 @@ def _row_text(header: Sequence[str], cells: Sequence[str]) -> str:
     ]
     if not named:
         return ""
-    first, rest = named[0][1], named[1:]
-    if len(rest) == 1:
-        return f"{first}: {rest[0][1]}"
-    return "; ".join([first, *(f"{name}: {cell}" if name else cell for name, cell in rest)])
+    if len(named) > 1 and re.fullmatch(r"#?\d+\.?", named[0][1]):
+        del named[0]  # a running number says nothing
+    if len(header) == 2 or len(named) < 3:
+        return ": ".join(cell for _, cell in named)
+    return "; ".join(f"{name}: {cell}" if name else cell for name, cell in named)

@@ -54,17 +54,23 @@ class StoreFile:
             if self.path.is_dir():
                 raise self._refusal("is_folder", "that is a folder; name a file in it")
             if not os.access(folder, os.W_OK | os.X_OK):
-                raise self._refusal("not_writable", f"the folder {folder} is not writable; change its permissions")
+                raise self._refusal(
+                    "not_writable", f"the folder {folder} is not writable; change its permissions"
+                )
             try:
                 os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
             except FileExistsError:
                 if not os.access(self.path, os.R_OK | os.W_OK):
-                    raise self._refusal("not_writable", "the file is not writable; change its permissions") from None
+                    raise self._refusal(
+                        "not_writable", "the file is not writable; change its permissions"
+                    ) from None
         except OSError as error:
             reason = {errno.ENOSPC: "disk_full", errno.EDQUOT: "disk_full", errno.ENOTDIR: "no_folder"}.get(
                 error.errno or 0, "not_writable"
             )
-            raise self._refusal(reason, f"{folder} cannot be written: {error.strerror}; choose another") from error
+            raise self._refusal(
+                reason, f"{folder} cannot be written: {error.strerror}; choose another"
+            ) from error
 
     def open_writer(self, migrations: Sequence[Migration]) -> tuple[sqlite3.Connection, str]:
         """The writing connection and the store's id, the schema brought to the newest version.
@@ -102,13 +108,16 @@ class StoreFile:
             status = self.path.stat()
         except OSError:
             raise self._refusal(
-                "moved", "the file was moved or deleted while it was open; put it back, or restart with another"
+                "moved",
+                "the file was moved or deleted while it was open; put it back, or restart with another",
             ) from None
         if (status.st_dev, status.st_ino) != self._inode:
-            raise self._refusal("moved", "the file was replaced while it was open; restart to use the new one")
+            raise self._refusal(
+                "moved", "the file was replaced while it was open; restart to use the new one"
+            )
 
     def retry(self, action: Callable[[], Result]) -> Result:
-        """Do ``action``, a whole transaction, again while another process has the lock, for ``busy_limit`` at most."""
+        """Do ``action``, a whole transaction; again while another process has the lock, up to the limit."""
         give_up = time.monotonic() + self.busy_limit
         while True:
             try:
@@ -116,7 +125,8 @@ class StoreFile:
             except sqlite3.Error as error:
                 if not is_busy(error) or time.monotonic() >= give_up:
                     raise
-            time.sleep(random.uniform(0.001, 0.02))  # some locks are refused at once, without SQLite's own wait
+            # Some locks are refused at once, without SQLite's own wait.
+            time.sleep(random.uniform(0.001, 0.02))
 
     def closed(self) -> StoreUnavailable:
         """The error of whoever uses the store after its end."""

@@ -16,20 +16,31 @@ _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 _CAUSES: dict[int, tuple[str, str]] = {
-    sqlite3.SQLITE_FULL: ("disk_full", "the disk is full; free some space: nothing that was reported stored is lost"),
+    sqlite3.SQLITE_FULL: (
+        "disk_full",
+        "the disk is full; free some space: nothing that was reported stored is lost",
+    ),
     sqlite3.SQLITE_NOTADB: (
         "not_a_database",
         "the file is not an SQLite database; name another file, or move this one away",
     ),
     sqlite3.SQLITE_CORRUPT: (
         "damaged",
-        "the database file is damaged; keep a copy, and restore a backup or save what is readable with "
-        "`sqlite3 FILE .recover`",
+        "the file is damaged; keep a copy, and restore a backup, or what `sqlite3 FILE .recover` can read",
     ),
-    sqlite3.SQLITE_READONLY: ("not_writable", "the file or its folder is not writable; change its permissions"),
+    sqlite3.SQLITE_READONLY: (
+        "not_writable",
+        "the file or its folder is not writable; change its permissions",
+    ),
     sqlite3.SQLITE_PERM: ("not_writable", "the file is not accessible; change its permissions"),
-    sqlite3.SQLITE_CANTOPEN: ("not_writable", "the file cannot be opened; check that it is there and its permissions"),
-    sqlite3.SQLITE_IOERR: ("io_error", "the disk failed to read or write; check the disk and the file system"),
+    sqlite3.SQLITE_CANTOPEN: (
+        "not_writable",
+        "the file cannot be opened; check that it is there and its permissions",
+    ),
+    sqlite3.SQLITE_IOERR: (
+        "io_error",
+        "the disk failed to read or write; check the disk and the file system",
+    ),
     sqlite3.SQLITE_NOMEM: ("no_memory", "the process has no memory left for it"),
 }
 
@@ -88,14 +99,14 @@ def damaged_row(table: str, key: Mapping[str, Any], url: str, what: str) -> Dama
     """
     place = f"{table} {json.dumps(key, ensure_ascii=False)}"
     return DamagedRecord(
-        f"{place} in {url} cannot be read: {what}; the bytes are kept as they are, restore the row from a backup",
+        f"{place} in {url} cannot be read: {what}; its bytes are kept, restore it from a backup",
         place=place,
         url=url,
     )
 
 
 def refusal_of_row(error: sqlite3.Error) -> RetinueError | None:
-    """What refuses the one operation that brought a row which SQLite did not take; ``None`` if it failed otherwise."""
+    """What refuses one operation, whose row SQLite did not take; ``None`` when it failed otherwise."""
     if isinstance(error, sqlite3.IntegrityError | sqlite3.DataError | sqlite3.InterfaceError):
         return InputError(f"the store did not take a value: {error}")
     if isinstance(error, sqlite3.ProgrammingError) and code_of(error) is None:

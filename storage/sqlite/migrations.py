@@ -1,9 +1,9 @@
 """The schema and its versions.
 
-A migration is a file ``<version>_<step>_pre|post_<what>.sql``. ``pre`` steps are applied when a file is opened:
-they only add, so that code of the version before can go on beside the new one. ``post`` steps of a version
-take away what only older code needed; as at most two neighbouring versions run side by side, they are applied
-once code of a later version opens the file.
+A migration is a file ``<version>_<step>_pre|post_<what>.sql``. ``pre`` steps are applied when a file is
+opened: they only add, so that code of the version before can go on beside the new one. ``post`` steps of a
+version take away what only older code needed; as at most two neighbouring versions run side by side, they are
+applied once code of a later version opens the file.
 """
 
 from __future__ import annotations
@@ -93,12 +93,10 @@ def migrate(connection: sqlite3.Connection, url: str, migrations: Sequence[Migra
                 connection.execute(sql)
             connection.execute("INSERT INTO migration (name) VALUES (?)", (migration.name,))
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        for name, value, keep in (("schema_version", str(known), False), ("store_id", str(uuid.uuid4()), True)):
-            connection.execute(
-                f"INSERT INTO meta (name, value) VALUES (?, ?) ON CONFLICT (name) "
-                f"DO {'NOTHING' if keep else 'UPDATE SET value = excluded.value'}",
-                (name, value),
-            )
+        connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('schema_version', ?)", (known,))
+        connection.execute(
+            "INSERT OR IGNORE INTO meta (name, value) VALUES ('store_id', ?)", (str(uuid.uuid4()),)
+        )
         (store_id,) = connection.execute("SELECT value FROM meta WHERE name = 'store_id'").fetchone()
         connection.execute("COMMIT")
     except BaseException:

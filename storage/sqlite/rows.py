@@ -1,4 +1,4 @@
-"""Rows of the SQLite store: one connection's view of the file, inside a transaction that others begin and end."""
+"""Rows of the SQLite store: one connection's view of the file, inside a transaction of its user."""
 
 from __future__ import annotations
 
@@ -83,13 +83,14 @@ class SQLiteRows:
         row = self._one(FIND_SESSION, parameters)
         if row is None:
             return None
-        key, revision, commit_id, epoch, renewals, holder = row
+        key, revision, commit_id, commit_revision, epoch, renewals, holder = row
         try:
             return msgspec.convert(
                 {
                     "key": key,
                     "revision": revision,
                     "commit_id": commit_id,
+                    "commit_revision": commit_revision,
                     "epoch": epoch,
                     "renewals": renewals,
                     "holder": None if holder is None else _decode_holder(holder),
@@ -102,7 +103,9 @@ class SQLiteRows:
     def add_session(self, address: SessionAddress) -> SessionRow:
         key = self._write(ADD_SESSION, _of_session(address)).lastrowid
         assert key is not None
-        return SessionRow(key=key, revision=0, commit_id=None, epoch=0, renewals=0, holder=None)
+        return SessionRow(
+            key=key, revision=0, commit_id=None, commit_revision=0, epoch=0, renewals=0, holder=None
+        )
 
     def set_lease(self, session_key: int, epoch: int, holder: Holder) -> None:
         self._write(
@@ -176,7 +179,12 @@ class SQLiteRows:
     def advance_session(self, session_key: int, revision: int, commit_id: str, replayable: bool) -> None:
         self._write(
             ADVANCE_SESSION,
-            {"session_key": session_key, "revision": revision, "commit_id": commit_id, "replayable": replayable},
+            {
+                "session_key": session_key,
+                "revision": revision,
+                "commit_id": commit_id,
+                "replayable": replayable,
+            },
         )
 
     def append_messages(self, session_key: int, execution_id: str, messages: Sequence[bytes]) -> None:
@@ -184,10 +192,14 @@ class SQLiteRows:
         row = self._one(FIND_CONVERSATION, of_conversation)
         if row is None:
             size = 0
-            conversation_key = self._write(ADD_CONVERSATION, {**of_conversation, "size": len(messages)}).lastrowid
+            conversation_key = self._write(
+                ADD_CONVERSATION, {**of_conversation, "size": len(messages)}
+            ).lastrowid
         else:
             conversation_key, size = row
-            self._write(GROW_CONVERSATION, {"conversation_key": conversation_key, "size": size + len(messages)})
+            self._write(
+                GROW_CONVERSATION, {"conversation_key": conversation_key, "size": size + len(messages)}
+            )
         self._write_many(
             ADD_MESSAGE,
             [

@@ -12,12 +12,13 @@ from functools import lru_cache
 from importlib import resources
 
 _HEADING = re.compile(r"^-- name: (?P<name>\w+)(?P<across> \(across tenants: .+\))?$", re.MULTILINE)
-_BY_IDENTITY = (
-    re.compile(r"\btenant_id = :tenant_id AND (\w+\.)?user_id = :user_id AND (\w+\.)?session_id = :session_id\b"),
-    re.compile(r"\btenant_id = :tenant_id AND (\w+\.)?user_id = :user_id AND (\w+\.)?run_id = :run_id\b"),
+_BY_IDENTITY = re.compile(
+    r"\btenant_id = :tenant_id AND (\w+\.)?user_id = :user_id AND (\w+\.)?(session|run)_id = :\3_id\b"
 )
 _BY_KEY = re.compile(r"\bWHERE (session|run|conversation)_key = :\1_key\b")
-_INSERT = re.compile(r"^INSERT INTO \w+ \(\s*(tenant_id, user_id, session_id|(session|run|conversation)_key)\b")
+_INSERT = re.compile(
+    r"^INSERT INTO \w+ \(\s*(tenant_id, user_id, session_id|(session|run|conversation)_key)\b"
+)
 
 
 def parse(text: str) -> dict[str, str]:
@@ -34,7 +35,7 @@ def parse(text: str) -> dict[str, str]:
         if name in statements:
             raise ValueError(f"statement {name!r} stands twice")
         if heading["across"] is None and not _is_scoped(sql):
-            raise ValueError(f"statement {name!r} must be scoped by tenant, user and session or run, or by a key")
+            raise ValueError(f"statement {name!r} does not say whose rows it touches")
         statements[name] = sql
     return statements
 
@@ -42,9 +43,7 @@ def parse(text: str) -> dict[str, str]:
 def _is_scoped(sql: str) -> bool:
     if sql.startswith("INSERT"):
         return _INSERT.search(sql) is not None
-    if any(pattern.search(sql) for pattern in _BY_IDENTITY):
-        return True
-    return _BY_KEY.search(sql) is not None
+    return _BY_IDENTITY.search(sql) is not None or _BY_KEY.search(sql) is not None
 
 
 @lru_cache(maxsize=1)

@@ -20,6 +20,7 @@ CREATE TABLE session (
     revision INTEGER NOT NULL DEFAULT 0,
     replayable INTEGER NOT NULL DEFAULT 1,
     commit_id TEXT,
+    commit_revision INTEGER NOT NULL DEFAULT 0,
     epoch INTEGER NOT NULL DEFAULT 0,
     renewals INTEGER NOT NULL DEFAULT 0,
     holder_id TEXT,

@@ -1,5 +1,5 @@
 -- name: find_session
-SELECT session_key, revision, commit_id, epoch, renewals, holder
+SELECT session_key, revision, commit_id, commit_revision, epoch, renewals, holder
 FROM session
 WHERE tenant_id = :tenant_id AND user_id = :user_id AND session_id = :session_id;
 
@@ -65,12 +65,12 @@ ORDER BY conversation.execution_id, message.position;
 
 -- name: advance_session
 UPDATE session
-SET revision = :revision, commit_id = :commit_id, replayable = :replayable
+SET revision = :revision, commit_id = :commit_id, commit_revision = :revision, replayable = :replayable
 WHERE session_key = :session_key;
 
 -- name: clear_session
 UPDATE session
-SET revision = 0, commit_id = NULL, replayable = 0
+SET revision = 0, replayable = 0
 WHERE session_key = :session_key;
 
 -- name: clear_conversations

@@ -1,0 +1,165 @@
+"""The Ray backend: connects on first use, finds sessions through the directory, remembers where they are."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from typing import Any
+
+from retinue.actors import deployment
+from retinue.actors.control_actor import control_actor
+from retinue.actors.deployment import Deployment
+from retinue.actors.messages import Hello, Welcome, Whereabouts
+from retinue.actors.names import NAMESPACE, keeper_name
+from retinue.actors.session_host import RemoteHost
+from retinue.actors.store_actor import RemoteEngine
+from retinue.actors.wire import call, encode, read_reply
+from retinue.apps import AppSpec
+from retinue.client import HostGone, Located, SessionClient
+from retinue.cluster.connection import Connection, connect
+from retinue.errors import ClusterUnreachable, RetinueError
+from retinue.handles import RunHandle
+from retinue.ids import SessionAddress, new_id
+from retinue.loop import before_exit
+from retinue.protocol import RunStatus
+from retinue.store import Store
+
+STATUS_PERIOD = 0.5
+"""Seconds between looks at the runs whose handles are asked for state or budget."""
+_withdrawing: set[str] = set()
+"""Ephemeral clusters of this process whose end is already arranged."""
+
+
+class RayBackend:
+    """Sessions of one runtime on a cluster."""
+
+    remote = True
+
+    def __init__(self, app: AppSpec, store_url: str | None, address: str | None) -> None:
+        self._app = app
+        self._store_url = store_url
+        self._address = address
+        self._connecting: asyncio.Task[SessionClient] | None = None
+        self._directory: Any = None
+        self._located: dict[SessionAddress, Located] = {}
+        self._polled: weakref.WeakSet[RunHandle] = weakref.WeakSet()
+        self._poller: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # --- connecting ---------------------------------------------------------------------------------------
+
+    async def client(self) -> SessionClient:
+        """Connected on first use; a failed connection is tried again by the next call."""
+        self._loop = asyncio.get_running_loop()
+        if self._connecting is None or (
+            self._connecting.done() and (self._connecting.cancelled() or self._connecting.exception())
+        ):
+            self._connecting = asyncio.ensure_future(self._connect())
+        return await asyncio.shield(self._connecting)
+
+    async def _connect(self) -> SessionClient:
+        connection = await asyncio.to_thread(connect, self._address)
+        ephemeral = connection.mode == "ephemeral"
+        deployed = await asyncio.to_thread(deployment.attach, NAMESPACE, ephemeral=ephemeral)
+        self._directory = deployed.directory
+        if ephemeral:
+            _withdraw_at_exit(connection, deployed)
+        try:
+            introduced = asyncio.ensure_future(self._introduce(deployed)) if deployed.alone else None
+            hello = Hello(app_digest=self._app.digest, store_url=self._store_url)
+            data, store = await call(self._directory.hello, encode(hello))
+            welcome: Welcome = read_reply(data, Welcome)
+            if introduced is not None:
+                await introduced
+            elif not welcome.app_known:
+                await self._introduce(deployed)
+        except HostGone as error:
+            raise ClusterUnreachable(f"the directory of this cluster has died: {error}") from None
+        return SessionClient(Store(RemoteEngine(store, welcome.store)), self)
+
+    async def _introduce(self, deployed: Deployment) -> None:
+        """Make the keeper of this app, from this client's runtime environment, and let it be known."""
+        data = encode(self._app)
+        if deployed.alone:
+            keeper = deployed.directory
+        else:
+            options = await asyncio.to_thread(deployment.default_options, ephemeral=False)
+            name = keeper_name(self._app.digest)
+            keeper = await asyncio.to_thread(
+                control_actor, name, deployed.namespace, new_id("cluster"), options
+            )
+        await call(keeper.keep, data)
+        await call(deployed.directory.introduce, data, keeper)
+
+    # --- finding sessions ---------------------------------------------------------------------------------
+
+    async def locate(self, address: SessionAddress) -> Located:
+        known = self._located.get(address)
+        if known is not None:
+            return known
+        try:
+            data, handle = await call(self._directory.locate, encode((address, self._app.digest)))
+        except HostGone as error:
+            raise ClusterUnreachable(f"the directory of this cluster has died: {error}") from None
+        whereabouts: Whereabouts = read_reply(data, Whereabouts)
+        located = Located(RemoteHost(handle), whereabouts.host_id, whereabouts.activation_id)
+        self._located[address] = located
+        return located
+
+    def forget(self, address: SessionAddress, located: Located) -> None:
+        if self._located.get(address) is located:
+            del self._located[address]
+        self._directory.forget.remote(encode((address, located.activation_id)))
+
+    async def host_lost(self, address: SessionAddress, located: Located) -> None:
+        self._located.pop(address, None)
+        await call(self._directory.host_lost, located.host_id)
+
+    # --- status -------------------------------------------------------------------------------------------
+
+    def peek(self, handle: RunHandle) -> RunStatus | None:
+        status = handle.last_status
+        if (status is None or status.state != "finished") and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._poll, handle)
+        return status
+
+    def _poll(self, handle: RunHandle) -> None:
+        self._polled.add(handle)
+        if self._poller is None:
+            self._poller = asyncio.ensure_future(self._polling())
+
+    async def _polling(self) -> None:
+        """Keep the handles that somebody looks at fresh, until their runs end."""
+        client = await self.client()
+        while self._polled:
+            for handle in list(self._polled):
+                try:
+                    await handle.refresh(client)
+                except (RetinueError, HostGone):
+                    self._polled.discard(handle)
+                if handle.last_status is not None and handle.last_status.state == "finished":
+                    self._polled.discard(handle)
+            await asyncio.sleep(STATUS_PERIOD)
+        self._poller = None
+
+    async def close(self) -> None:
+        """Runs and sessions go on; only what this process follows ends."""
+        if self._poller is not None:
+            self._poller.cancel()
+            self._poller = None
+        self._located.clear()
+
+
+def _withdraw_at_exit(connection: Connection, deployed: Deployment) -> None:
+    """When this process ends, its ephemeral cluster ends in good order: leases released, no process left."""
+    if connection.address in _withdrawing:
+        return
+    _withdrawing.add(connection.address)
+
+    async def withdraw() -> None:
+        try:
+            await call(deployed.directory.withdraw)
+        finally:
+            await asyncio.to_thread(connection.close)
+
+    before_exit(withdraw)

@@ -1,0 +1,387 @@
+"""The small roles of a cluster as one Ray actor class: registry, directory, pool keeper.
+
+Which roles a process has is wiring: on an ephemeral Ray one process has all three; on a standing cluster
+the registry, the directory and the keeper of each app are actors of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import ray
+
+from retinue.actors.child_host import ChildHostActor
+from retinue.actors.directory import Directory, HostReference
+from retinue.actors.messages import Activate, Hello, HostDescription, Welcome, Whereabouts
+from retinue.actors.names import HOST_PREFIX, child_host_name, host_name, store_name
+from retinue.actors.pool import PoolKeeper, PoolOptions
+from retinue.actors.session_host import SessionHostActor
+from retinue.actors.store_actor import RemoteEngine, StoreDescription, start_store_actor
+from retinue.actors.wire import answered, call, decode, encode, read_reply
+from retinue.apps import AppSpec
+from retinue.client import HostGone
+from retinue.errors import LeaseLost, Overloaded, RetinueError, SessionConflict, StoreUnavailable
+from retinue.ids import PROTOCOL_VERSION, SessionAddress, new_id
+from retinue.recovery import end_interrupted_runs
+from retinue.sessions import DeactivationReason
+from retinue.storage import this_process
+from retinue.store import Store
+
+CONTROL_CALLS = 10_000
+"""Calls at once in the group that owns state; none of them runs user code."""
+WAITING_CALLS = 100_000
+"""Calls at once that wait for something."""
+
+
+class DeployOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a cluster's runtime is set up."""
+
+    max_resident: int
+    """Sessions resident at once."""
+    pool: PoolOptions = msgspec.field(default_factory=PoolOptions)
+
+
+class RayHosts:
+    """Session and child hosts as Ray actors: starts, activates, watches and ends them."""
+
+    def __init__(self, namespace: str, cluster_id: str, apps: dict[str, AppSpec]) -> None:
+        self._namespace = namespace
+        self._cluster_id = cluster_id
+        self._apps = apps
+        self.keepers: dict[str, Any] = {}
+        """Keeper actors by app digest."""
+        self.stores: dict[str, tuple[StoreDescription, Any]] = {}
+        """Open stores by id, with their actors."""
+
+    def factory(self, app: AppSpec) -> RayHostFactory:
+        return RayHostFactory(self._namespace, self._cluster_id, app)
+
+    async def activate(
+        self, host: HostReference, address: SessionAddress, activation_id: str, digest: str
+    ) -> None:
+        description, store = self.stores[address.store_id]
+        message = Activate(
+            address=address,
+            activation_id=activation_id,
+            app=self._apps[digest],
+            store=description,
+        )
+        keeper = self.keepers[digest]
+        data = await call(host.handle.activate, encode(message), store, keeper)
+        read_reply(data, None)
+
+    async def passivate(
+        self, host: HostReference, activation_id: str, reason: DeactivationReason
+    ) -> bool:
+        return read_reply(await call(host.handle.passivate, activation_id, reason), bool)
+
+    async def leave(self, host: HostReference) -> None:
+        try:
+            await call(host.handle.leave)
+        finally:
+            ray.kill(host.handle)
+
+    async def watch(self, host: HostReference) -> None:
+        await call(host.handle.watch)
+
+    async def ping(self, host: HostReference) -> None:
+        await call(host.handle.ping)
+
+
+class RayHostFactory:
+    """Starts the processes of one app, in the runtime environment of the process that this runs in."""
+
+    def __init__(self, namespace: str, cluster_id: str, app: AppSpec) -> None:
+        self._namespace = namespace
+        self._cluster_id = cluster_id
+        self._app = app
+
+    async def start_session_host(self, host_id: str) -> Any:
+        handle = _actor_class(SessionHostActor).options(
+            **_actor_options(host_name(host_id), self._namespace), max_restarts=0
+        ).remote(host_id, self._cluster_id)
+        await call(handle.ready, handle, encode(self._app))
+        return handle
+
+    async def start_child_host(self, host_id: str) -> Any:
+        handle = _actor_class(ChildHostActor).options(
+            **_actor_options(child_host_name(host_id), self._namespace),
+            max_restarts=0,
+            scheduling_strategy="SPREAD",
+        ).remote(host_id, encode(self._app))
+        await call(handle.ready)
+        return handle
+
+    async def watch_child_host(self, handle: Any) -> None:
+        await call(handle.watch)
+
+
+class ControlActor:
+    """The shell: registry, directory and keeper, as far as this process has those roles."""
+
+    def __init__(self, namespace: str, cluster_id: str, options: bytes) -> None:
+        self._namespace = namespace
+        self._cluster_id = cluster_id
+        self._options = decode(options, DeployOptions)
+        self._apps: dict[str, AppSpec] = {}
+        self._hosts = RayHosts(namespace, cluster_id, self._apps)
+        self._pools: dict[str, PoolKeeper] = {}
+        self._directory: Directory | None = None
+        self._versions: dict[str, str] = {}
+        self._stores: dict[str, asyncio.Future[tuple[StoreDescription, Any]]] = {}
+        self._rebuilding: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- registry: these two keep their shape for ever ----------------------------------------------------
+
+    async def versions(self) -> bytes:
+        """Protocol versions that stand, and the names of their directories, as a JSON object."""
+        return msgspec.json.encode(self._versions)
+
+    async def register(self, version: int, directory: str) -> None:
+        """A directory of this version stands."""
+        self._versions[str(version)] = directory
+
+    async def unregister(self, version: int) -> int:
+        """It does no more; how many still stand."""
+        self._versions.pop(str(version), None)
+        return len(self._versions)
+
+    # --- keeper -------------------------------------------------------------------------------------------
+
+    async def keep(self, data: bytes) -> None:
+        """Keep hosts of this app, from now on."""
+        app = decode(data, AppSpec)
+        if app.digest not in self._pools:
+            pool = PoolKeeper(app.name, self._hosts.factory(app), self._options.pool)
+            self._pools[app.digest] = pool
+            pool.prepare()
+
+    async def take_host(self, digest: str) -> tuple[str, Any]:
+        host = await self._pools[digest].take_host()
+        return host.host_id, host.handle
+
+    async def assign(
+        self, digest: str, requester: str, count: int, nested: bool
+    ) -> tuple[dict[str, Any] | None, list[tuple[str, Any, int]]]:
+        try:
+            places = await self._pools[digest].assign(requester, count, nested)
+        except RetinueError as error:
+            return error.to_payload(), []
+        return None, [(host.host_id, host.handle, given) for host, given in places]
+
+    async def release(self, digest: str, requester: str, counts: dict[str, int]) -> None:
+        for host_id, count in counts.items():
+            self._pools[digest].release(requester, host_id, count)
+
+    async def release_all(self, requester: str) -> None:
+        """A session host is gone."""
+        for pool in self._pools.values():
+            pool.release_all(requester)
+
+    async def close_pools(self) -> None:
+        """Start nothing more, end the spares and the child hosts."""
+        for pool in self._pools.values():
+            pool.close()
+            spares, children = pool.hosts()
+            for host in (*spares, *children):
+                ray.kill(host.handle)
+
+    # --- directory ----------------------------------------------------------------------------------------
+
+    async def hello(self, data: bytes) -> tuple[bytes, Any]:
+        """A client comes: open its store, say whether its app is known."""
+        self._start_directory()
+        hello = decode(data, Hello)
+        try:
+            description, handle = await self._open_store(hello.store_url)
+        except RetinueError as error:
+            return b"\x01" + encode(error.to_payload()), None
+        welcome = Welcome(store=description, app_known=hello.app_digest in self._hosts.keepers)
+        return b"\x00" + encode(welcome), handle
+
+    def _start_directory(self) -> Directory:
+        if self._directory is None:
+            self._directory = Directory(
+                control=self._hosts,
+                take_host=self._take_host,
+                recover=self._recover,
+                max_resident=self._options.max_resident,
+            )
+        return self._directory
+
+    async def rebuild(self) -> None:
+        """Adopt the hosts that were there before this process (re)started."""
+        directory = self._start_directory()
+        for entry in await asyncio.to_thread(ray.util.list_named_actors, True):
+            name = entry["name"]
+            if entry["namespace"] != self._namespace or not name.startswith(HOST_PREFIX):
+                continue
+            try:
+                handle = await asyncio.to_thread(ray.get_actor, name, self._namespace)
+                description = decode(await call(handle.describe), HostDescription)
+            except (HostGone, ValueError, AssertionError, RetinueError):
+                continue
+            if description.sessions:
+                directory.adopt(
+                    HostReference(description.host_id, handle),
+                    description.app_digest,
+                    list(description.sessions),
+                )
+
+    async def introduce(self, data: bytes, keeper: Any) -> None:
+        """This keeper has hosts of this app."""
+        app = decode(data, AppSpec)
+        self._apps[app.digest] = app
+        self._hosts.keepers[app.digest] = keeper
+
+    async def locate(self, data: bytes) -> tuple[bytes, Any]:
+        """Where a session lives, with the host's handle."""
+        address, digest = decode(data, tuple[SessionAddress, str])
+        try:
+            host, activation_id = await self._start_directory().locate(address, digest)
+        except RetinueError as error:
+            return b"\x01" + encode(error.to_payload()), None
+        whereabouts = Whereabouts(host_id=host.host_id, activation_id=activation_id)
+        return b"\x00" + encode(whereabouts), host.handle
+
+    async def forget(self, data: bytes) -> None:
+        address, activation_id = decode(data, tuple[SessionAddress, str])
+        self._start_directory().forget(address, activation_id)
+
+    async def host_lost(self, host_id: str) -> None:
+        """Returns once the host is known to live, or its runs were ended."""
+        await self._start_directory().host_lost(host_id)
+
+    async def _take_host(self, digest: str) -> HostReference:
+        keeper = self._hosts.keepers.get(digest)
+        if keeper is None:
+            raise Overloaded(
+                "the pool of this app is gone (its cluster was restarted); start the program again"
+            )
+        host_id, handle = await call(keeper.take_host, digest)
+        return HostReference(host_id, handle)
+
+    async def _open_store(self, url: str | None) -> tuple[StoreDescription, Any]:
+        from retinue.storage import default_url, normalise_url
+
+        url = normalise_url(url or default_url())
+        opening = self._stores.get(url)
+        if opening is None:
+            opening = self._stores[url] = asyncio.ensure_future(self._start_store(url))
+        try:
+            return await asyncio.shield(opening)
+        except BaseException:
+            if opening.done():
+                self._stores.pop(url, None)  # the next client may have better luck
+            raise
+
+    async def _start_store(self, url: str) -> tuple[StoreDescription, Any]:
+        import hashlib
+
+        key = hashlib.sha256(url.encode()).hexdigest()[:24]
+        node_id = ray.get_runtime_context().get_node_id()
+        handle = start_store_actor(store_name(key), self._namespace, url, node_id)
+        try:
+            description = read_reply(await call(handle.describe), StoreDescription)
+        except HostGone as error:
+            raise StoreUnavailable(f"the store actor for {url} died: {error}", url=url) from None
+        except StoreUnavailable:
+            ray.kill(handle)
+            raise
+        self._hosts.stores[description.store_id] = (description, handle)
+        return description, handle
+
+    async def _recover(self, host_id: str) -> None:
+        """Fence a dead host in every store, and end the runs that it had."""
+        for keeper in self._hosts.keepers.values():
+            self._spawn(call(keeper.release_all, host_id))
+        for description, handle in list(self._hosts.stores.values()):
+            store = Store(RemoteEngine(handle, description))
+            holder = this_process(new_id("directory"), self._cluster_id)
+            for address in await store.fence(host_id):
+                try:
+                    grant = await store.acquire(address, holder)
+                    await end_interrupted_runs(store, grant)
+                    await store.release(grant.lease)
+                except (SessionConflict, LeaseLost):
+                    continue  # somebody has taken it over already, and ends its runs
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(_seen)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- all ----------------------------------------------------------------------------------------------
+
+    async def withdraw(self) -> list[str]:
+        """End every host in good order, then the pools and the stores; the sessions that were resident."""
+        released: list[str] = []
+        if self._directory is not None:
+            released = await self._directory.close()
+            self._directory = None
+        for keeper in self._hosts.keepers.values():
+            try:
+                await call(keeper.close_pools)
+            except HostGone:
+                continue
+        for _, handle in self._hosts.stores.values():
+            try:
+                await call(handle.close)
+            except HostGone:
+                continue
+            ray.kill(handle)
+        self._hosts.stores.clear()
+        self._stores.clear()
+        return released
+
+    async def statistics(self) -> bytes:
+        """What this process knows, as JSON."""
+        pools = [pool.statistics() for pool in self._pools.values()]
+        directory = self._directory.statistics() if self._directory is not None else None
+        stores = [description.url for description, _ in self._hosts.stores.values()]
+        return msgspec.json.encode(
+            {"protocol": PROTOCOL_VERSION, "directory": directory, "pools": pools, "stores": stores}
+        )
+
+    async def ping(self) -> bytes:
+        return await answered(asyncio.sleep(0))
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+def _actor_class(cls: type) -> Any:
+    """The class as a Ray actor, with one group for state and one for calls that wait."""
+    for name, member in vars(cls).items():
+        if asyncio.iscoroutinefunction(member) and not name.startswith("_"):
+            group = "waits" if name in _WAITING_METHODS else "control"
+            setattr(cls, name, ray.method(concurrency_group=group)(member))
+    return ray.remote(concurrency_groups={"control": CONTROL_CALLS, "waits": WAITING_CALLS})(cls)
+
+
+_WAITING_METHODS = {"watch", "result", "events"}
+
+
+def _actor_options(name: str, namespace: str) -> dict[str, Any]:
+    return {"name": name, "namespace": namespace, "lifetime": "detached", "num_cpus": 0}
+
+
+def control_actor(name: str, namespace: str, cluster_id: str, options: DeployOptions) -> Any:
+    """Get or start a control actor of this name. The caller must ping it: it may be one that is dying."""
+    return (
+        ray.remote(ControlActor)
+        .options(
+            **_actor_options(name, namespace),
+            get_if_exists=True,
+            max_restarts=-1,
+            max_concurrency=CONTROL_CALLS,
+        )
+        .remote(namespace, cluster_id, encode(options))
+    )
+

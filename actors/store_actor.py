@@ -1,0 +1,158 @@
+"""The store actor: the only process on a cluster that opens a database, and the engine that talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import ray
+
+from retinue.actors.wire import answered, call, decode, encode, read_reply
+from retinue.client import HostGone
+from retinue.errors import StoreUnavailable
+from retinue.store import (
+    Guarantees,
+    StoreEngine,
+    StoreOperation,
+    StoreReply,
+    StoreStatistics,
+)
+
+_IN_FLIGHT = 2
+"""Calls on the wire at once: one being committed, one gathering behind it."""
+
+
+class StoreDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """An open store, for those who are to use it."""
+
+    url: str
+    store_id: str
+    guarantees: Guarantees
+
+
+class StoreActor:
+    """A shell around a store engine: bytes in, bytes out."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._engine: StoreEngine | None = None
+        self._opening = asyncio.Lock()
+
+    async def describe(self) -> bytes:
+        """Open the store, if need be, and say what it is."""
+        return await answered(self._describe())
+
+    async def _describe(self) -> StoreDescription:
+        engine = await self._opened()
+        return StoreDescription(url=self._url, store_id=engine.store_id, guarantees=engine.guarantees)
+
+    async def _opened(self) -> StoreEngine:
+        async with self._opening:
+            if self._engine is None:
+                from retinue.storage import open_store
+
+                self._engine = await asyncio.to_thread(open_store, self._url, shared=True)
+        return self._engine
+
+    async def execute(self, data: bytes) -> bytes:
+        return await answered(self._execute(decode(data, list[StoreOperation])))
+
+    async def _execute(self, operations: list[StoreOperation]) -> Sequence[StoreReply]:
+        engine = self._engine or await self._opened()
+        return await engine.execute(operations)
+
+    async def statistics(self) -> bytes:
+        return encode((await self._opened()).statistics())
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            await self._engine.close()
+
+
+def start_store_actor(name: str, namespace: str, url: str, node_id: str) -> Any:
+    """Start a store actor, pinned to the node that has the file."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return (
+        ray.remote(StoreActor)
+        .options(
+            name=name,
+            namespace=namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=10_000,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        .remote(url)
+    )
+
+
+class RemoteEngine:
+    """A store engine over a store actor: operations of one moment share a call."""
+
+    def __init__(self, handle: Any, description: StoreDescription) -> None:
+        self.handle = handle
+        self.description = description
+        self._waiting: list[tuple[StoreOperation, asyncio.Future[StoreReply]]] = []
+        self._in_flight = 0
+        self.calls = 0
+
+    @property
+    def store_id(self) -> str:
+        return self.description.store_id
+
+    @property
+    def guarantees(self) -> Guarantees:
+        return self.description.guarantees
+
+    async def execute(self, operations: Sequence[StoreOperation]) -> Sequence[StoreReply]:
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[StoreReply]] = [loop.create_future() for _ in operations]
+        self._waiting.extend(zip(operations, futures, strict=True))
+        if self._in_flight < _IN_FLIGHT:
+            self._in_flight += 1
+            asyncio.ensure_future(self._send())
+        return await asyncio.gather(*futures)
+
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
+                await self._send_batch(batch)
+        finally:
+            self._in_flight -= 1
+
+    async def _send_batch(self, batch: list[tuple[StoreOperation, asyncio.Future[StoreReply]]]) -> None:
+        self.calls += 1
+        try:
+            data = await call(self.handle.execute, encode([operation for operation, _ in batch]))
+            replies: list[StoreReply] = read_reply(data, list[StoreReply])
+        except (HostGone, StoreUnavailable) as error:
+            failure = StoreUnavailable(
+                f"the store {self.description.url} does not answer: {error}", url=self.description.url
+            )
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(failure)
+            return
+        except Exception as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), reply in zip(batch, replies, strict=True):
+            if not future.done():
+                future.set_result(reply)
+
+    def statistics(self) -> StoreStatistics:
+        """Of this client only: the calls it made."""
+        return StoreStatistics(
+            url=self.description.url, writes=0, transactions=0, reads=0, commits=0, queued=len(self._waiting)
+        )
+
+    async def close(self) -> None:
+        """Nothing: the store actor serves others too."""

@@ -1,0 +1,364 @@
+"""Models behind the chat completions API of OpenAI and of the many servers that speak it, through its SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from urllib.parse import urlsplit
+
+from retinue.budgets import Usage
+from retinue.errors import ModelFailed, ValidationFailed
+from retinue.messages import AudioPart, Content, FilePart, ImagePart, Message, TextPart, ToolCall
+from retinue.models import FinishReason, ModelRequest, ModelResponse, ToolSchema
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+DEFAULT_BASE_URL = "https://api.openai.com/v1"
+DEFAULT_TIMEOUT = 120.0
+"""Seconds that one answer may take."""
+MISSING_SDK = "the openai SDK is not installed; install it with: pip install 'retinue[openai]'"
+_NO_KEY = "not-needed"
+"""What a server of one's own is sent as a key when the environment has none; most look at no key."""
+_LONGEST_QUOTE = 300
+_NEVER_CONNECTED = frozenset(
+    {"ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedProtocol", "ProxyError"}
+)
+"""Transport errors, by name, after which the request certainly was not sent."""
+
+LimitParameter = Literal["max_tokens", "max_completion_tokens"]
+
+_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Any, ...], AsyncOpenAI]]
+_clients = weakref.WeakKeyDictionary()
+"""Connections of this process: one client for each event loop, server, key and timeout."""
+
+
+@dataclass(frozen=True)
+class OpenAIChatModel:
+    """A model client for one model of one server; plain data, its connections are made where it is used."""
+
+    model: str
+    base_url: str | None = None
+    """``http://127.0.0.1:8080/v1``; of the environment's OPENAI_BASE_URL or OpenAI itself when left out."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Name of the environment variable that holds the key, in the process that makes the call."""
+    timeout: float = DEFAULT_TIMEOUT
+    """Seconds for one answer."""
+    limit_parameter: LimitParameter | None = None
+    """How the server calls the output cap; by default ``max_completion_tokens`` at OpenAI, else ``max_tokens``."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ValidationFailed("an OpenAI model needs a name, such as gpt-5-mini", path="model")
+        if self.base_url is not None:
+            parts = urlsplit(self.base_url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValidationFailed(
+                    f"base URL {self.base_url!r:.200} must look like http://127.0.0.1:8080/v1",
+                    path="base_url",
+                )
+            if parts.username or parts.password:
+                raise ValidationFailed(
+                    f"the base URL of {parts.hostname} must hold no key; put it into ${self.api_key_env}",
+                    path="base_url",
+                )
+
+    @property
+    def provider_id(self) -> str:
+        return "openai"
+
+    @property
+    def model_id(self) -> str:
+        return self.model
+
+    @property
+    def server(self) -> str:
+        """The base URL that calls go to, as this process sees it."""
+        return self.base_url or os.environ.get("OPENAI_BASE_URL") or DEFAULT_BASE_URL
+
+    async def generate(self, request: ModelRequest) -> ModelResponse:
+        """One completion, without streaming and without retries."""
+        names = _WireNames(request.tools)
+        options = self._options(request, names)
+        key = self._key()
+        client = await self._client(key)
+        import openai
+
+        try:
+            raw = await client.chat.completions.with_raw_response.create(**options)
+        except openai.APIStatusError as error:
+            self._refused(error.status_code, error.body, key)
+        except openai.APIConnectionError as error:
+            self._unreachable(error)
+        except openai.OpenAIError as error:
+            raise ModelFailed(f"{self._called} failed: {_quote(str(error), key)}") from None
+        return self._response(raw.content, names, key)
+
+    async def close(self) -> None:
+        """Close the connections that this event loop has to the server; a later call opens new ones."""
+        clients = _clients.get(asyncio.get_running_loop(), {})
+        for place in [place for place in clients if place[:2] == (self.server, self.api_key_env)]:
+            await clients.pop(place).close()
+
+    # --- the client ---------------------------------------------------------------------------------------
+
+    @property
+    def _called(self) -> str:
+        return f"model {self.model} at {self.server}"
+
+    def _key(self) -> str:
+        key = os.environ.get(self.api_key_env, "").strip()
+        if not key and self.server == DEFAULT_BASE_URL:
+            raise ModelFailed(
+                f"{self._called} needs a key: set ${self.api_key_env} in the environment of the process that makes "
+                "the call (of a standing cluster: where the cluster was started), or name a server of your own "
+                "with a base URL",
+                started=False,
+            )
+        return key or _NO_KEY
+
+    async def _client(self, key: str) -> AsyncOpenAI:
+        try:
+            # Importing the SDK takes a while, and other delegates share this loop.
+            openai = await asyncio.to_thread(__import__, "openai")
+        except ImportError:
+            raise ModelFailed(MISSING_SDK, started=False) from None
+        clients = _clients.setdefault(asyncio.get_running_loop(), {})
+        place = (self.server, self.api_key_env, hash(key), self.timeout)
+        if place not in clients:
+            clients[place] = openai.AsyncOpenAI(
+                base_url=self.server, api_key=key, timeout=self.timeout, max_retries=0
+            )
+        return clients[place]
+
+    # --- the request --------------------------------------------------------------------------------------
+
+    def _options(self, request: ModelRequest, names: _WireNames) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "model": self.model,
+            "messages": [_wire_message(message, names) for message in request.messages],
+        }
+        if request.tools:
+            options["tools"] = [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": names.to_wire(schema.name),
+                        "description": schema.description,
+                        "parameters": schema.parameters,
+                    },
+                }
+                for schema in request.tools
+            ]
+        if request.max_tokens is not None:
+            at_openai = urlsplit(self.server).hostname == urlsplit(DEFAULT_BASE_URL).hostname
+            limit = self.limit_parameter or ("max_completion_tokens" if at_openai else "max_tokens")
+            options[limit] = request.max_tokens
+        if request.temperature is not None:
+            options["temperature"] = request.temperature
+        return options
+
+    # --- the answer ---------------------------------------------------------------------------------------
+
+    def _response(self, body: bytes, names: _WireNames, key: str) -> ModelResponse:
+        try:
+            answer = json.loads(body)
+            choice = answer["choices"][0]
+            message = choice["message"]
+            text, calls = message.get("content"), message.get("tool_calls") or []
+            if not isinstance(text, str | None) or not isinstance(calls, list):
+                raise TypeError
+        except (ValueError, LookupError, TypeError, AttributeError):
+            said = _quote(_error_text(body) or body[:_LONGEST_QUOTE].decode("utf-8", "replace"), key)
+            raise ModelFailed(
+                f"{self._called} answered something that is no chat completion: {said or '(nothing)'}. Check that "
+                "the base URL is the API's root, which usually ends in /v1"
+            ) from None
+        finish = choice.get("finish_reason")
+        tool_calls = tuple(self._tool_call(call, names, finish) for call in calls)
+        return ModelResponse(
+            text=text or message.get("refusal") or "",
+            tool_calls=tool_calls,
+            usage=_usage(answer.get("usage")),
+            finish_reason=_finish_reason(finish, bool(tool_calls)),
+        )
+
+    def _tool_call(self, call: Any, names: _WireNames, finish: object) -> ToolCall:
+        try:
+            function = call["function"]
+            call_id, name, arguments = call["id"], function["name"], function.get("arguments") or "{}"
+            if not isinstance(call_id, str) or not isinstance(name, str):
+                raise TypeError
+        except (LookupError, TypeError, AttributeError):
+            raise ModelFailed(
+                f"{self._called} asked for a tool without an id or a name; no tool was run"
+            ) from None
+        try:
+            parsed = arguments if isinstance(arguments, dict) else json.loads(arguments)
+        except (ValueError, TypeError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            why = ": the answer was cut at the output cap" if finish == "length" else ""
+            raise ModelFailed(
+                f"{self._called} called {names.from_wire(name)} with arguments that are no JSON object{why}; no tool "
+                "was run"
+            )
+        return ToolCall(call_id, names.from_wire(name), parsed)
+
+    # --- failures -----------------------------------------------------------------------------------------
+
+    def _refused(self, status: int, body: object, key: str) -> NoReturn:
+        message = body.get("message") if isinstance(body, dict) else None
+        said = _quote(message, key) if isinstance(message, str) else ""
+        if status in (401, 403):
+            # The body is left out: OpenAI's shows a part of the key.
+            step = f"check ${self.api_key_env} in the environment of the process that makes the call"
+            said = ""
+        elif status == 404:
+            step = (
+                "check the model's name, and that the base URL is the API's root, which usually ends in /v1"
+            )
+        elif status == 429:
+            step = "too many requests, or no quota left: wait, use fewer delegates, or check the account"
+        elif status in (400, 413, 422):
+            step = "the server does not take this request: a smaller part, a model with more context, or other options"
+        elif status >= 500:
+            step = "the server failed: try again, or look into its log"
+        else:
+            step = "look into the server's documentation for this status"
+        raise ModelFailed(
+            f"{self._called} refused with HTTP {status}{f' ({said})' if said else ''}: {step}", status=status
+        ) from None
+
+    def _unreachable(self, error: Exception) -> NoReturn:
+        cause = error.__cause__
+        kind = type(cause).__name__
+        if kind in _NEVER_CONNECTED:
+            why = str(cause) or kind
+            raise ModelFailed(
+                f"no server answers at {self.server} ({why}); check that it runs, that host and port of the base URL "
+                "are right, and that this machine may reach it",
+                started=False,
+            ) from None
+        if "Timeout" in kind or "Timeout" in type(error).__name__:
+            raise ModelFailed(f"{self._called} gave no answer within {self.timeout:g} s") from None
+        raise ModelFailed(
+            f"{self._called} broke the connection ({kind if cause else type(error).__name__}); look into its log"
+        ) from None
+
+
+class _WireNames:
+    """Tool names as the API takes them (letters, digits, _ and -, at most 64), and back."""
+
+    def __init__(self, tools: Sequence[ToolSchema]) -> None:
+        self._wire: dict[str, str] = {}
+        for schema in tools:
+            self.to_wire(schema.name)
+
+    def to_wire(self, name: str) -> str:
+        if name not in self._wire:
+            wire = base = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:64]
+            number = 2
+            while wire in self._wire.values():
+                wire, number = f"{base[:60]}_{number}", number + 1
+            self._wire[name] = wire
+        return self._wire[name]
+
+    def from_wire(self, wire: str) -> str:
+        return next((name for name, known in self._wire.items() if known == wire), wire)
+
+
+def _wire_message(message: Message, names: _WireNames) -> dict[str, Any]:
+    if message.role == "tool":
+        return {"role": "tool", "tool_call_id": message.tool_call_id, "content": message.text}
+    wire: dict[str, Any] = {"role": message.role, "content": _wire_content(message.content)}
+    if message.tool_calls:
+        wire["content"] = wire["content"] or None
+        wire["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": names.to_wire(call.name),
+                    "arguments": json.dumps(call.arguments, ensure_ascii=False),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return wire
+
+
+def _wire_content(content: Content) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    return [_wire_part(part) for part in content]
+
+
+def _wire_part(part: TextPart | ImagePart | AudioPart | FilePart) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, ImagePart):
+        is_url = part.data.startswith(("http://", "https://", "data:"))
+        url = part.data if is_url else f"data:{part.mime_type or 'image/png'};base64,{part.data}"
+        return {"type": "image_url", "image_url": {"url": url}}
+    if isinstance(part, AudioPart):
+        kind = (part.mime_type or "audio/wav").removeprefix("audio/")
+        return {"type": "input_audio", "input_audio": {"data": part.data, "format": kind}}
+    data = f"data:{part.mime_type or 'application/octet-stream'};base64,{part.data}"
+    return {"type": "file", "file": {"filename": part.filename or "file", "file_data": data}}
+
+
+def _usage(reported: object) -> Usage | None:
+    """The usage of an answer, or ``None`` where the server did not say both numbers: unknown is not zero."""
+    if not isinstance(reported, Mapping):
+        return None
+    given, made = reported.get("prompt_tokens"), reported.get("completion_tokens")
+    if not _is_count(given) or not _is_count(made):
+        return None
+    return Usage(
+        input_tokens=given,
+        output_tokens=made,
+        reasoning_tokens=_detail(reported, "completion_tokens_details", "reasoning_tokens"),
+        cached_tokens=_detail(reported, "prompt_tokens_details", "cached_tokens"),
+    )
+
+
+def _detail(reported: Mapping[str, Any], group: str, name: str) -> int:
+    details = reported.get(group)
+    value = details.get(name) if isinstance(details, Mapping) else None
+    return value if isinstance(value, int) and _is_count(value) else 0
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _finish_reason(reported: object, has_calls: bool) -> FinishReason:
+    """The reason as ours. Some servers end an answer with complete tool calls as ``stop``."""
+    if reported in ("length", "content_filter"):
+        return "length" if reported == "length" else "content_filter"
+    return "tool_calls" if has_calls else "stop"
+
+
+def _error_text(body: bytes) -> str:
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return ""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else ""
+
+
+def _quote(text: str, key: str) -> str:
+    """What a server said, short, on one line, and without the key."""
+    if key != _NO_KEY:
+        text = text.replace(key, "[key]")
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE - 1]}…"

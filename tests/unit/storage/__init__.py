@@ -1,0 +1,1 @@
+"""The stores: both engines against the kit, and what each does alone."""

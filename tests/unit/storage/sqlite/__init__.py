@@ -1,0 +1,1 @@
+"""The SQLite store alone: one file and those who use it, crashes, damage, full disks, versions."""

@@ -1,0 +1,170 @@
+"""The store kit over every engine, and the acceptance cases that belong to the store alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from retinue.errors import LeaseLost
+from retinue.ids import SessionAddress
+from retinue.storage.memory import MemoryEngine, MemoryRows
+from retinue.store import CommitSession, Guarantees, StoredSession, StoreEngine, StoreOperation, StoreReply
+from retinue.testing.store_kit import STORE_RULES, OpenEngine, StoreRule, StoreRuleBroken, check_store_engine
+from tests.unit.storage.world import KINDS, World
+
+
+@pytest.fixture
+def open_engine(world: World, kind: str) -> OpenEngine:
+    """Opens an engine of each kind by the name of its store."""
+
+    async def opening(name: str) -> StoreEngine:
+        return world.open(kind, name)
+
+    return opening
+
+
+@pytest.mark.parametrize("rule", STORE_RULES.values(), ids=STORE_RULES)
+async def test_rule(rule: StoreRule, open_engine: OpenEngine) -> None:
+    await rule.check(open_engine)
+
+
+async def test_the_kit_runs_without_a_test_framework(world: World) -> None:
+    async def opening(name: str) -> StoreEngine:
+        return world.open("memory", name)
+
+    assert await check_store_engine(opening) == tuple(STORE_RULES)
+
+
+async def test_c1_second_acquire_conflicts(open_engine: OpenEngine) -> None:
+    await STORE_RULES["c1_second_acquire_conflicts"].check(open_engine)
+
+
+async def test_c2_tenants_are_separate(open_engine: OpenEngine) -> None:
+    await STORE_RULES["c2_tenants_are_separate"].check(open_engine)
+
+
+async def test_c4_unknown_session_has_defaults(open_engine: OpenEngine) -> None:
+    await STORE_RULES["c4_unknown_session_has_defaults"].check(open_engine)
+
+
+async def test_c5_commits_count_up(open_engine: OpenEngine) -> None:
+    await STORE_RULES["c5_commits_count_up"].check(open_engine)
+
+
+async def test_c7_released_lease_is_spent(open_engine: OpenEngine) -> None:
+    await STORE_RULES["c7_released_lease_is_spent"].check(open_engine)
+
+
+async def test_c8_replaced_history_is_for_display(open_engine: OpenEngine) -> None:
+    await STORE_RULES["c8_replaced_history_is_for_display"].check(open_engine)
+
+
+async def test_c11_ids_never_collide(open_engine: OpenEngine) -> None:
+    await STORE_RULES["c11_ids_never_collide"].check(open_engine)
+
+
+@pytest.mark.parametrize(
+    ("kind", "guarantees"),
+    [
+        ("memory", Guarantees(durable=False, compare_and_swap=False, single_writer="process")),
+        ("shared memory", Guarantees(durable=False, compare_and_swap=True, single_writer="distributed")),
+        ("sqlite", Guarantees(durable=True, compare_and_swap=True, single_writer="distributed")),
+    ],
+)
+async def test_each_engine_says_what_it_guarantees(world: World, kind: str, guarantees: Guarantees) -> None:
+    assert set(KINDS) == {"memory", "shared memory", "sqlite"}
+    assert world.open(kind).guarantees == guarantees
+
+
+class ForgetsEpochs(MemoryRows):
+    """Starts at epoch 0 again after each release."""
+
+    def end_lease(self, session_key: int) -> None:
+        session = self._sessions[session_key]
+        session.row = msgspec.structs.replace(session.row, holder=None, epoch=0)
+
+
+class MixesTenants(MemoryRows):
+    """Joins ids to one text."""
+
+    def find_session(self, address: SessionAddress) -> Any:
+        return super().find_session(_joined(address))
+
+    def add_session(self, address: SessionAddress) -> Any:
+        return super().add_session(_joined(address))
+
+    def read_session(self, address: SessionAddress) -> StoredSession:
+        return super().read_session(_joined(address))
+
+
+class ForgetsCommits(MemoryRows):
+    """Knows no repeat of a commit."""
+
+    def advance_session(self, session_key: int, revision: int, commit_id: str, replayable: bool) -> None:
+        super().advance_session(session_key, revision, "", replayable)
+
+
+class RewritesEvents(MemoryRows):
+    """Lets a later event replace the one that stands."""
+
+    def add_events(self, run_key: int, events: Any) -> None:
+        super().add_events(run_key, events)
+        self._runs[run_key].events.update({event.sequence: event for event in events})
+
+
+def _joined(address: SessionAddress) -> SessionAddress:
+    joined = f"{address.tenant_id}:{address.user_id}:{address.session_id}"
+    return msgspec.structs.replace(address, tenant_id="", user_id="", session_id=joined)
+
+
+@pytest.mark.parametrize(
+    ("rows", "rule"),
+    [
+        (ForgetsEpochs, "c7_released_lease_is_spent"),
+        (ForgetsEpochs, "the_epoch_always_rises"),
+        (ForgetsEpochs, "c1_second_acquire_conflicts"),
+        (MixesTenants, "c11_ids_never_collide"),
+        (ForgetsCommits, "a_repeated_commit_has_no_second_effect"),
+        (ForgetsCommits, "a_cancelled_caller_leaves_the_store_whole"),
+        (RewritesEvents, "an_event_is_stored_once"),
+    ],
+)
+async def test_the_kit_notices_a_broken_store(rows: type[MemoryRows], rule: str) -> None:
+    async def opening(_: str) -> StoreEngine:
+        engine = MemoryEngine()
+        engine._rows = rows()
+        return engine
+
+    broken = STORE_RULES[rule]
+    if (rows, rule) == (ForgetsEpochs, "the_epoch_always_rises"):
+        await broken.check(opening)  # it releases an epoch that stands no more: nothing to forget
+        return
+    with pytest.raises(StoreRuleBroken, match=rule):
+        await broken.check(opening)
+
+
+class ChecksNothing(MemoryEngine):
+    """Takes commits under any epoch."""
+
+    async def execute(self, operations: Any) -> Any:
+        current: list[StoreOperation] = []
+        for operation in operations:
+            if isinstance(operation, CommitSession):
+                row = self._rows.find_session(operation.lease.address)
+                epoch = row.epoch if row is not None else 0
+                lease = msgspec.structs.replace(operation.lease, epoch=epoch)
+                operation = msgspec.structs.replace(operation, lease=lease)
+            current.append(operation)
+        replies: list[StoreReply] = list(await super().execute(current))
+        return replies
+
+
+@pytest.mark.parametrize("rule", ["c7_released_lease_is_spent", "the_epoch_always_rises"])
+async def test_the_kit_notices_a_store_without_fencing(rule: str) -> None:
+    async def opening(_: str) -> StoreEngine:
+        return ChecksNothing()
+
+    with pytest.raises((StoreRuleBroken, LeaseLost)):
+        await STORE_RULES[rule].check(opening)
