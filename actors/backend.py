@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import msgspec
 
 from retinue.actors import deployment
 from retinue.actors.control_actor import control_actor
 from retinue.actors.deployment import Deployment
 from retinue.actors.messages import Hello, Welcome, Whereabouts
-from retinue.actors.names import NAMESPACE, keeper_name
+from retinue.actors.names import keeper_name
 from retinue.actors.session_host import RemoteHost
 from retinue.actors.store_actor import RemoteEngine
 from retinue.actors.wire import call, encode, read_reply
 from retinue.apps import AppSpec
 from retinue.client import HostGone, Located, SessionClient
-from retinue.cluster.connection import Connection, connect
 from retinue.errors import ClusterUnreachable, RetinueError
 from retinue.handles import RunHandle
 from retinue.ids import SessionAddress, new_id
@@ -30,15 +32,30 @@ _withdrawing: set[str] = set()
 """Ephemeral clusters of this process whose end is already arranged."""
 
 
+class Connection(Protocol):
+    """A connection to Ray, as :func:`retinue.connect` gives it."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def mode(self) -> Literal["ephemeral", "standing"]: ...
+
+    @property
+    def namespace(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
 class RayBackend:
     """Sessions of one runtime on a cluster."""
 
     remote = True
 
-    def __init__(self, app: AppSpec, store_url: str | None, address: str | None) -> None:
+    def __init__(self, app: AppSpec, store_url: str | None, connect: Callable[[], Connection]) -> None:
         self._app = app
         self._store_url = store_url
-        self._address = address
+        self._connect_to_ray = connect
         self._connecting: asyncio.Task[SessionClient] | None = None
         self._directory: Any = None
         self._located: dict[SessionAddress, Located] = {}
@@ -58,9 +75,10 @@ class RayBackend:
         return await asyncio.shield(self._connecting)
 
     async def _connect(self) -> SessionClient:
-        connection = await asyncio.to_thread(connect, self._address)
+        connection = await asyncio.to_thread(self._connect_to_ray)
         ephemeral = connection.mode == "ephemeral"
-        deployed = await asyncio.to_thread(deployment.attach, NAMESPACE, ephemeral=ephemeral)
+        namespace = connection.namespace
+        deployed = await asyncio.to_thread(deployment.attach, namespace, ephemeral=ephemeral)
         self._directory = deployed.directory
         if ephemeral:
             _withdraw_at_exit(connection, deployed)
@@ -84,6 +102,7 @@ class RayBackend:
             keeper = deployed.directory
         else:
             options = await asyncio.to_thread(deployment.default_options, ephemeral=False)
+            options = msgspec.structs.replace(options, app=self._app)
             name = keeper_name(self._app.digest)
             keeper = await asyncio.to_thread(
                 control_actor, name, deployed.namespace, new_id("cluster"), options
@@ -130,11 +149,10 @@ class RayBackend:
 
     async def _polling(self) -> None:
         """Keep the handles that somebody looks at fresh, until their runs end."""
-        client = await self.client()
         while self._polled:
             for handle in list(self._polled):
                 try:
-                    await handle.refresh(client)
+                    await handle.refresh(await self.client())
                 except (RetinueError, HostGone):
                     self._polled.discard(handle)
                 if handle.last_status is not None and handle.last_status.state == "finished":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ class ChildHostStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """What a child host holds and did."""
 
     host_id: str
+    pid: int
+    app_digest: str
     children: int
     finished: int
     roots: int
@@ -218,6 +221,8 @@ class ChildHostCore:
     def statistics(self) -> ChildHostStatistics:
         return ChildHostStatistics(
             host_id=self.host_id,
+            pid=os.getpid(),
+            app_digest=self._app.digest,
             children=sum(len(root.children) for root in self._roots.values()),
             finished=self._finished,
             roots=len(self._roots),
@@ -244,8 +249,8 @@ class ChildHostActor:
         await self._core.deliver(root_id, root, number, messages)
 
     async def statistics(self) -> bytes:
-        assert self._core is not None
-        return encode(self._core.statistics())
+        """What is here; ``null`` before the host is ready."""
+        return encode(self._core.statistics() if self._core is not None else None)
 
     async def watch(self) -> None:
         """Never returns while the process lives."""

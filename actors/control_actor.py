@@ -7,16 +7,25 @@ the registry, the directory and the keeper of each app are actors of their own.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import ray
 
-from retinue.actors.child_host import ChildHostActor
+from retinue.actors.child_host import ChildHostActor, ChildHostStatistics
 from retinue.actors.directory import Directory, HostReference
 from retinue.actors.messages import Activate, Hello, HostDescription, Welcome, Whereabouts
-from retinue.actors.names import HOST_PREFIX, child_host_name, host_name, store_name
-from retinue.actors.pool import PoolKeeper, PoolOptions
+from retinue.actors.names import (
+    CHILD_HOST_PREFIX,
+    HOST_PREFIX,
+    KEEPER_PREFIX,
+    STORE_PREFIX,
+    child_host_name,
+    host_name,
+    store_name,
+)
+from retinue.actors.pool import POOL_IDLE, PoolKeeper, PoolOptions
 from retinue.actors.session_host import SessionHostActor
 from retinue.actors.store_actor import RemoteEngine, StoreDescription, start_store_actor
 from retinue.actors.wire import answered, call, decode, encode, read_reply
@@ -41,6 +50,10 @@ class DeployOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_resident: int
     """Sessions resident at once."""
     pool: PoolOptions = msgspec.field(default_factory=PoolOptions)
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    """What a registry knows from the start, and again after a restart."""
+    app: AppSpec | None = None
+    """What a keeper keeps, from the start and again after a restart."""
 
 
 class RayHosts:
@@ -102,8 +115,7 @@ class RayHostFactory:
         handle = _actor_class(SessionHostActor).options(
             **_actor_options(host_name(host_id), self._namespace), max_restarts=0
         ).remote(host_id, self._cluster_id)
-        await call(handle.ready, handle, encode(self._app))
-        return handle
+        return await _ready(handle, handle, encode(self._app))
 
     async def start_child_host(self, host_id: str) -> Any:
         handle = _actor_class(ChildHostActor).options(
@@ -111,11 +123,23 @@ class RayHostFactory:
             max_restarts=0,
             scheduling_strategy="SPREAD",
         ).remote(host_id, encode(self._app))
-        await call(handle.ready)
-        return handle
+        return await _ready(handle)
 
     async def watch_child_host(self, handle: Any) -> None:
         await call(handle.watch)
+
+    def stop(self, handle: Any) -> None:
+        ray.kill(handle)
+
+
+async def _ready(handle: Any, *arguments: Any) -> Any:
+    """The actor, once it is; one that cannot get there is ended."""
+    try:
+        await call(handle.ready, *arguments)
+    except BaseException:
+        ray.kill(handle)
+        raise
+    return handle
 
 
 class ControlActor:
@@ -128,8 +152,9 @@ class ControlActor:
         self._apps: dict[str, AppSpec] = {}
         self._hosts = RayHosts(namespace, cluster_id, self._apps)
         self._pools: dict[str, PoolKeeper] = {}
+        self._kept: dict[str, AppSpec] = {}
         self._directory: Directory | None = None
-        self._versions: dict[str, str] = {}
+        self._versions: dict[str, str] = dict(self._options.versions)
         self._stores: dict[str, asyncio.Future[tuple[StoreDescription, Any]]] = {}
         self._rebuilding: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -155,26 +180,54 @@ class ControlActor:
         """Keep hosts of this app, from now on."""
         app = decode(data, AppSpec)
         if app.digest not in self._pools:
+            for other in self._pools.values():
+                other.retire()  # the newest app is the one that is worked with: a notebook tries many
             pool = PoolKeeper(app.name, self._hosts.factory(app), self._options.pool)
             self._pools[app.digest] = pool
-            pool.prepare()
+            self._kept[app.digest] = app
+            if _restarted():
+                await self._adopt_child_hosts(app.digest, pool)
+            self._spawn(self._retire_when_idle(pool))
+        self._pools[app.digest].prepare()
+
+    async def _adopt_child_hosts(self, digest: str, pool: PoolKeeper) -> None:
+        async for handle, data in self._ask_all(CHILD_HOST_PREFIX, "statistics"):
+            host: ChildHostStatistics | None = decode(data, ChildHostStatistics | None)
+            if host is not None and host.app_digest == digest:
+                pool.adopt_child_host(host.host_id, handle)
+
+    async def _pool(self, digest: str) -> PoolKeeper:
+        """The pool of an app; a keeper that restarted has its app from its constructor."""
+        if digest not in self._pools and self._options.app is not None:
+            await self.keep(encode(self._options.app))
+        return self._pools[digest]
+
+    async def _retire_when_idle(self, pool: PoolKeeper) -> None:
+        while True:
+            await asyncio.sleep(POOL_IDLE / 4)
+            pool.retire(unused_for=POOL_IDLE)
+
+    async def apps(self) -> list[bytes]:
+        """The apps that are kept here."""
+        return [encode(app) for app in self._kept.values()]
 
     async def take_host(self, digest: str) -> tuple[str, Any]:
-        host = await self._pools[digest].take_host()
+        host = await (await self._pool(digest)).take_host()
         return host.host_id, host.handle
 
     async def assign(
         self, digest: str, requester: str, count: int, nested: bool
     ) -> tuple[dict[str, Any] | None, list[tuple[str, Any, int]]]:
         try:
-            places = await self._pools[digest].assign(requester, count, nested)
+            places = await (await self._pool(digest)).assign(requester, count, nested)
         except RetinueError as error:
             return error.to_payload(), []
         return None, [(host.host_id, host.handle, given) for host, given in places]
 
     async def release(self, digest: str, requester: str, counts: dict[str, int]) -> None:
+        pool = await self._pool(digest)
         for host_id, count in counts.items():
-            self._pools[digest].release(requester, host_id, count)
+            pool.release(requester, host_id, count)
 
     async def release_all(self, requester: str) -> None:
         """A session host is gone."""
@@ -193,7 +246,7 @@ class ControlActor:
 
     async def hello(self, data: bytes) -> tuple[bytes, Any]:
         """A client comes: open its store, say whether its app is known."""
-        self._start_directory()
+        await self._standing()
         hello = decode(data, Hello)
         try:
             description, handle = await self._open_store(hello.store_url)
@@ -212,24 +265,39 @@ class ControlActor:
             )
         return self._directory
 
-    async def rebuild(self) -> None:
-        """Adopt the hosts that were there before this process (re)started."""
+    async def _rebuild(self) -> None:
+        """After a restart: find the stores, the keepers and the hosts again. They are all named actors."""
         directory = self._start_directory()
-        for entry in await asyncio.to_thread(ray.util.list_named_actors, True):
-            name = entry["name"]
-            if entry["namespace"] != self._namespace or not name.startswith(HOST_PREFIX):
+        own_handle = ray.get_runtime_context().current_actor
+        async for handle, data in self._ask_all(STORE_PREFIX, "describe"):
+            description: StoreDescription = read_reply(data, StoreDescription)
+            self._hosts.stores[description.store_id] = (description, handle)
+        async for keeper, apps in self._ask_all(KEEPER_PREFIX, "apps"):
+            for data in apps:
+                await self.introduce(data, keeper)
+        async for handle, data in self._ask_all(HOST_PREFIX, "describe"):
+            host: HostDescription | None = decode(data, HostDescription | None)
+            if host is None or not host.sessions:
                 continue
+            if host.app.digest not in self._hosts.keepers:
+                await self.keep(encode(host.app))
+                await self.introduce(encode(host.app), own_handle)
+            directory.adopt(HostReference(host.host_id, handle), host.app.digest, list(host.sessions))
+
+    async def _ask_all(self, prefix: str, method: str) -> AsyncIterator[tuple[Any, Any]]:
+        """The answers of the live actors whose names begin so; the dying ones are passed over."""
+        for handle in await named_actors(prefix, self._namespace):
             try:
-                handle = await asyncio.to_thread(ray.get_actor, name, self._namespace)
-                description = decode(await call(handle.describe), HostDescription)
-            except (HostGone, ValueError, AssertionError, RetinueError):
+                yield handle, await call(getattr(handle, method))
+            except HostGone:
                 continue
-            if description.sessions:
-                directory.adopt(
-                    HostReference(description.host_id, handle),
-                    description.app_digest,
-                    list(description.sessions),
-                )
+
+    async def _standing(self) -> Directory:
+        """The directory, rebuilt first where this process is a restarted one."""
+        if self._rebuilding is None or (self._rebuilding.done() and self._rebuilding.exception()):
+            self._rebuilding = asyncio.ensure_future(self._rebuild() if _restarted() else asyncio.sleep(0))
+        await asyncio.shield(self._rebuilding)
+        return self._start_directory()
 
     async def introduce(self, data: bytes, keeper: Any) -> None:
         """This keeper has hosts of this app."""
@@ -241,7 +309,7 @@ class ControlActor:
         """Where a session lives, with the host's handle."""
         address, digest = decode(data, tuple[SessionAddress, str])
         try:
-            host, activation_id = await self._start_directory().locate(address, digest)
+            host, activation_id = await (await self._standing()).locate(address, digest)
         except RetinueError as error:
             return b"\x01" + encode(error.to_payload()), None
         whereabouts = Whereabouts(host_id=host.host_id, activation_id=activation_id)
@@ -249,11 +317,11 @@ class ControlActor:
 
     async def forget(self, data: bytes) -> None:
         address, activation_id = decode(data, tuple[SessionAddress, str])
-        self._start_directory().forget(address, activation_id)
+        (await self._standing()).forget(address, activation_id)
 
     async def host_lost(self, host_id: str) -> None:
         """Returns once the host is known to live, or its runs were ended."""
-        await self._start_directory().host_lost(host_id)
+        await (await self._standing()).host_lost(host_id)
 
     async def _take_host(self, digest: str) -> HostReference:
         keeper = self._hosts.keepers.get(digest)
@@ -349,6 +417,23 @@ class ControlActor:
 
     async def ping(self) -> bytes:
         return await answered(asyncio.sleep(0))
+
+
+async def named_actors(prefix: str, namespace: str) -> list[Any]:
+    """Handles of the live actors whose names begin so."""
+    handles = []
+    for entry in await asyncio.to_thread(ray.util.list_named_actors, True):
+        if entry["namespace"] == namespace and entry["name"].startswith(prefix):
+            try:
+                handles.append(await asyncio.to_thread(ray.get_actor, entry["name"], namespace))
+            except ValueError:
+                continue  # it has just ended
+    return handles
+
+
+def _restarted() -> bool:
+    """Whether Ray started this actor again after its process died: it has come back empty."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _seen(task: asyncio.Task[None]) -> None:

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -51,7 +52,9 @@ def default_options(*, ephemeral: bool, max_resident: int | None = None) -> Depl
     )
 
 
-def attach(namespace: str = NAMESPACE, *, ephemeral: bool) -> Deployment:
+def attach(
+    namespace: str = NAMESPACE, *, ephemeral: bool, options: DeployOptions | None = None
+) -> Deployment:
     """The actors of the cluster that this process is connected to; deployed where there are none.
 
     Raises:
@@ -61,10 +64,11 @@ def attach(namespace: str = NAMESPACE, *, ephemeral: bool) -> Deployment:
     registry = _find(REGISTRY, namespace)
     if registry is None:
         if not ephemeral:
-            deploy(namespace)
+            deploy(namespace, options=options)
             return attach(namespace, ephemeral=False)
-        control = _start(REGISTRY, namespace, default_options(ephemeral=True))
-        ray.get(control.register.remote(PROTOCOL_VERSION, REGISTRY))
+        options = options or default_options(ephemeral=True)
+        options = msgspec.structs.replace(options, versions={str(PROTOCOL_VERSION): REGISTRY})
+        control = _start(REGISTRY, namespace, options)
         return Deployment(control, REGISTRY, namespace, alone=True)
     versions = read_versions(registry)
     name = versions.get(str(PROTOCOL_VERSION))
@@ -85,9 +89,9 @@ def attach(namespace: str = NAMESPACE, *, ephemeral: bool) -> Deployment:
 def deploy(namespace: str = NAMESPACE, *, options: DeployOptions | None = None) -> None:
     """Start registry and directory of this version. Harmless where they stand."""
     options = options or default_options(ephemeral=False)
-    registry = _start(REGISTRY, namespace, options)
-    directory = _start(DIRECTORY, namespace, options)
-    ray.get(directory.rebuild.remote())
+    versions = {str(PROTOCOL_VERSION): DIRECTORY}
+    registry = _start(REGISTRY, namespace, msgspec.structs.replace(options, versions=versions))
+    _start(DIRECTORY, namespace, options)
     ray.get(registry.register.remote(PROTOCOL_VERSION, DIRECTORY))
 
 

@@ -23,6 +23,7 @@ from retinue.sessions import DeactivationReason
 ROOM_WAIT = 5.0
 """Seconds that a start waits for a place before it is refused as ``overloaded``."""
 _ROOM_POLL = 0.1
+_HOST_ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -140,20 +141,22 @@ class Directory:
         await self._make_room()
         self._promised += 1
         try:
-            host = await self._take_host(digest)
-            activation_id = new_id("activation")
-            try:
-                await self._control.activate(host, address, activation_id, digest)
-            except BaseException:
-                await self._let_go(host)
-                raise
-            resident = _Resident(address, activation_id, digest, host)
-            self._resident[key] = resident
-            self._activations += 1
-            self._watch(host)
-            return resident
-        except HostGone as error:
-            raise Overloaded(f"a session host died while it was being started: {error}") from None
+            for _ in range(_HOST_ATTEMPTS):
+                host = await self._take_host(digest)
+                activation_id = new_id("activation")
+                try:
+                    await self._control.activate(host, address, activation_id, digest)
+                except HostGone:
+                    continue  # it died as a spare, or just now: the next one
+                except BaseException:
+                    await self._let_go(host)
+                    raise
+                resident = _Resident(address, activation_id, digest, host)
+                self._resident[key] = resident
+                self._activations += 1
+                self._watch(host)
+                return resident
+            raise Overloaded(f"{_HOST_ATTEMPTS} session hosts in a row died while they were being started")
         finally:
             self._promised -= 1
 

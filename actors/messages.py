@@ -48,7 +48,7 @@ class HostDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What a host says of itself to a directory that restarted."""
 
     host_id: str
-    app_digest: str
+    app: AppSpec
     sessions: Sequence[tuple[SessionAddress, str]]
     """Address and activation id of each resident session."""
 

@@ -7,6 +7,7 @@ brought the app is gone. It knows no Ray: hosts are started through :class:`Host
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,13 +16,15 @@ import msgspec
 
 from retinue.actors.directory import HostReference
 from retinue.client import HostGone
-from retinue.errors import Overloaded
+from retinue.errors import Overloaded, RetinueError
 from retinue.ids import new_id
 
 CHILDREN_PER_HOST = 64
 """Delegates at once in one child host."""
 SESSION_SPARES = 2
 CHILD_SPARES = 1
+POOL_IDLE = 300.0
+"""Seconds without any request after which a pool ends its unused processes."""
 
 
 class PoolOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +50,10 @@ class HostFactory(Protocol):
 
     async def watch_child_host(self, handle: Any) -> None:
         """Return when it left; raise :class:`HostGone` when it died."""
+        ...
+
+    def stop(self, handle: Any) -> None:
+        """End a process that nobody uses."""
         ...
 
 
@@ -94,10 +101,34 @@ class PoolKeeper:
         self._child_hosts: dict[str, _ChildHost] = {}
         self._child_hosts_coming = 0
         self._waiting: deque[_Wait] = deque()
+        self._ready_ahead = False
+        """Spares are kept; not while the pool is retired."""
+        self._used = time.monotonic()
 
     def prepare(self) -> None:
-        """Start the spares."""
+        """Start the spares, and keep them up from now on."""
+        self._used = time.monotonic()
+        if self._ready_ahead:
+            return
+        self._ready_ahead = True
         self._refill()
+        self._refill_child_hosts()
+
+    def retire(self, unused_for: float = 0.0) -> None:
+        """End what nobody uses, if nobody asked for anything in so many seconds; the next need prepares again."""
+        if time.monotonic() - self._used < unused_for:
+            return
+        self._ready_ahead = False
+        while self._spares:
+            self._factory.stop(self._spares.popleft().handle)
+        for host in list(self._child_hosts.values()):
+            if not host.children:
+                del self._child_hosts[host.host_id]
+                self._factory.stop(host.handle)
+
+    def _refill_child_hosts(self) -> None:
+        if not self._ready_ahead:
+            return
         while len(self._child_hosts) + self._child_hosts_coming < self._options.child_spares:
             self._start_child_host()
 
@@ -109,6 +140,7 @@ class PoolKeeper:
         Raises:
             Overloaded: it could not be started.
         """
+        self.prepare()
         if self._spares:
             host = self._spares.popleft()
             self._refill()
@@ -119,7 +151,8 @@ class PoolKeeper:
         return await taker
 
     def _refill(self) -> None:
-        wanted = self._options.session_spares + len(self._takers)
+        ahead = self._options.session_spares if self._ready_ahead else 0
+        wanted = ahead + len(self._takers)
         while len(self._spares) + self._session_hosts_coming < wanted:
             self._session_hosts_coming += 1
             self._run(self._start_session_host())
@@ -131,9 +164,7 @@ class PoolKeeper:
         except Exception as error:
             self._session_hosts_coming -= 1
             if self._takers:
-                self._takers.popleft().set_exception(
-                    Overloaded(f"a session host of {self._app} could not be started: {error}")
-                )
+                self._takers.popleft().set_exception(self._cannot_start("session host", error))
             return
         self._session_hosts_coming -= 1
         host = HostReference(host_id, handle)
@@ -142,7 +173,15 @@ class PoolKeeper:
             if not taker.done():
                 taker.set_result(host)
                 return
-        self._spares.append(host)
+        if self._ready_ahead:
+            self._spares.append(host)
+        else:
+            self._factory.stop(handle)
+
+    def _cannot_start(self, what: str, error: Exception) -> RetinueError:
+        if isinstance(error, RetinueError):
+            return error
+        return Overloaded(f"a {what} of {self._app} could not be started: {error}")
 
     def _run(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -159,6 +198,7 @@ class PoolKeeper:
         Waits until there is at least one place. ``nested`` delegates (of delegates) are placed beyond the
         limit rather than made to wait for the place that their own parents hold.
         """
+        self.prepare()
         wait = _Wait(requester, count, asyncio.get_running_loop().create_future())
         if nested and self._child_hosts:
             host = min(self._child_hosts.values(), key=lambda each: each.children)
@@ -252,11 +292,13 @@ class PoolKeeper:
                 while self._waiting:
                     wait = self._waiting.popleft()
                     if not wait.answer.done():
-                        wait.answer.set_exception(
-                            Overloaded(f"a child host of {self._app} could not be started: {error}")
-                        )
+                        wait.answer.set_exception(self._cannot_start("child host", error))
             return
         self._child_hosts_coming -= 1
+        self.adopt_child_host(host_id, handle)
+
+    def adopt_child_host(self, host_id: str, handle: Any) -> None:
+        """Give out places in this child host from now on."""
         self._child_hosts[host_id] = _ChildHost(host_id, handle)
         self._run(self._watch(host_id, handle))
         self._serve()
@@ -267,8 +309,7 @@ class PoolKeeper:
         except HostGone:
             pass
         self._child_hosts.pop(host_id, None)
-        if len(self._child_hosts) + self._child_hosts_coming < self._options.child_spares:
-            self._start_child_host()
+        self._refill_child_hosts()
         self._serve()
 
     # --- views, leaving -----------------------------------------------------------------------------------

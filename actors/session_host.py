@@ -70,7 +70,7 @@ class SessionHostActor:
         self._children: PooledChildren | None = None
         self._links: RemoteChildHosts | None = None
         self._stores: dict[str, Store] = {}
-        self._app_digest = ""
+        self._app: AppSpec | None = None
         self._addresses: dict[str, SessionAddress] = {}
 
     # --- control ------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class SessionHostActor:
             stores_events=True,
         )
         spec = decode(app, AppSpec)
-        self._app_digest = spec.digest
+        self._app = spec
         await self._host.load(spec)
 
     async def activate(self, data: bytes, store: Any, keeper: Any) -> bytes:
@@ -140,17 +140,19 @@ class SessionHostActor:
         return self._children.receive(host_id, number, messages)
 
     async def statistics(self) -> bytes:
-        return encode(self.host.statistics())
+        """What is here; ``null`` before the host is ready."""
+        return encode(self._host.statistics() if self._host is not None else None)
 
     async def describe(self) -> bytes:
+        """What is here, for a directory that restarted; ``null`` before the host is ready."""
+        if self._app is None or self._host is None:
+            return encode(None)
         sessions = [
             (address, activation_id)
             for activation_id, address in self._addresses.items()
             if self.host.has(activation_id)
         ]
-        return encode(
-            HostDescription(host_id=self._host_id, app_digest=self._app_digest, sessions=sessions)
-        )
+        return encode(HostDescription(host_id=self._host_id, app=self._app, sessions=sessions))
 
     async def leave(self) -> None:
         """Cancel what runs, release every lease."""

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from retinue.client import HostGone
 from retinue.errors import RetinueError, error_from_payload
@@ -58,9 +58,11 @@ async def call(method: Callable[..., Any], *arguments: Any) -> Any:
             if pause is None:
                 raise HostGone(str(error)) from None
             await asyncio.sleep(pause)
-        except (ActorDiedError, RayActorError) as error:
+        except RayActorError as error:
             raise HostGone(str(error)) from None
         except RayTaskError as error:
+            if isinstance(error.cause, RetinueError):
+                raise error.cause from None
             raise RetinueError(f"a process of the runtime failed: {error.cause!r}") from None
     raise AssertionError("unreachable")
 

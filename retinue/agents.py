@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from retinue.errors import ValidationFailed
 from retinue.models import ModelClient
-from retinue.tools import IDENTIFIER, Tool
+from retinue.tools import IDENTIFIER, Tool, check_tools
 
 DEFAULT_MAX_OUTPUT_TOKENS = 1024
 """What an agent asks for at most in one call under a token limit, so that siblings are not starved."""
@@ -34,7 +34,8 @@ class Agent:
     temperature: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not IDENTIFIER.match(self.name):
+        name: object = self.name
+        if not isinstance(name, str) or not IDENTIFIER.match(name):
             raise ValidationFailed(
                 f"agent name {self.name!r} must start with a letter or digit and go on with letters, digits "
                 "and . _ : / -",
@@ -45,15 +46,4 @@ class Agent:
                 f"agent {self.name}: model {self.model!r:.80} has no provider_id, model_id and generate()",
                 path=f"agent.{self.name}.model",
             )
-        names = [item.name if isinstance(item, Tool) else None for item in self.tools]
-        if None in names:
-            wrong = self.tools[names.index(None)]
-            raise ValidationFailed(
-                f"agent {self.name}: tools[{names.index(None)}] is {wrong!r:.80}; decorate it with @tool",
-                path=f"agent.{self.name}.tools[{names.index(None)}]",
-            )
-        if len(set(names)) != len(names):
-            raise ValidationFailed(
-                f"agent {self.name}: two tools share a name", path=f"agent.{self.name}.tools"
-            )
-        object.__setattr__(self, "tools", tuple(self.tools))
+        object.__setattr__(self, "tools", check_tools(self.tools, f"agent.{self.name}.tools"))

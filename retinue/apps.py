@@ -38,7 +38,8 @@ def app_by_name(target: str) -> AppSpec:
     module, _, factory = target.partition(":")
     if not module or not factory:
         raise ValidationFailed(
-            f"app {target!r} must be written module:factory, such as my_service.agents:make_config", path="app"
+            f"app {target!r} must be written module:factory, such as my_service.agents:make_config",
+            path="app",
         )
     data = target.encode()
     return AppSpec(kind="name", digest=hashlib.sha256(data).hexdigest(), data=data, name=target)
@@ -76,7 +77,8 @@ def _from_factory(target: str) -> RuntimeConfig:
         raise
     except Exception as error:
         raise ValidationFailed(
-            f"app {target!r} raised {type(error).__name__}: {error} while making its configuration", path="app"
+            f"app {target!r} raised {type(error).__name__}: {error} while making its configuration",
+            path="app",
         ) from error
     if not isinstance(config, RuntimeConfig):
         raise ValidationFailed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import Awaitable
 from concurrent.futures import Executor
 
 from retinue.config import RuntimeConfig
@@ -11,7 +12,7 @@ from retinue.drivers import RunRequest
 from retinue.errors import NotShippable
 from retinue.execution import DriverExecution
 from retinue.ports import LocalPort
-from retinue.protocol import ChildOrder, Finished
+from retinue.protocol import ChildOrder, Finished, RootReply
 from retinue.services import ExecutionServices, RootPort
 from retinue.sessions import session_label
 from retinue.tree import Tree
@@ -45,7 +46,9 @@ class ChildExecution:
     async def run(self) -> Finished:
         """Run to the end. Never raises."""
         try:
-            work = pickle.loads(self.order.work)  # may run code of the application: hence on a user loop
+            # May run code of the application, hence on a user loop. The bytes are this tree's own, made by a
+            # participant; nothing that was stored or came over HTTP is unpickled.
+            work = pickle.loads(self.order.work)  # noqa: S301
         except Exception as error:
             problem = NotShippable(
                 f"delegate {self.order.participant} cannot be loaded where it runs: {type(error).__name__}: "
@@ -57,8 +60,9 @@ class ChildExecution:
         return await self._execution.run()
 
     def cancel(self) -> None:
-        self._services.cancelled = True
-        if self._execution is not None:
+        if self._execution is None:
+            self._services.cancelled = True
+        else:
             self._execution.cancel()
 
 
@@ -71,6 +75,7 @@ class LocalChildren:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._running: dict[str, ChildExecution] = {}
+        self._ending: set[asyncio.Future[RootReply]] = set()
 
     async def launch(self, order: ChildOrder, tree: Tree) -> None:
         port = LocalPort(tree, asyncio.get_running_loop(), self._workers.loop)
@@ -84,8 +89,12 @@ class LocalChildren:
         self._running.pop(run_id, None)
         if done.cancelled() or done.exception() is not None:
             tree.child_lost(run_id, "its loop ended")
-        else:
-            tree.handle(done.result())
+            return
+        reply = tree.handle(done.result())
+        if isinstance(reply, Awaitable):  # it waits for room in the event log
+            waiting = asyncio.ensure_future(reply)
+            self._ending.add(waiting)
+            waiting.add_done_callback(self._ending.discard)
 
     def cancel(self, child_run_id: str, reason: str) -> None:
         child = self._running.get(child_run_id)

@@ -244,9 +244,7 @@ class SessionClient:
         """The last commit, without disturbing anybody."""
         return await self.store.read_session(self.address(identity, session_id))
 
-    async def import_legacy(
-        self, identity: Identity, session_id: str, messages: Sequence[Message]
-    ) -> None:
+    async def import_legacy(self, identity: Identity, session_id: str, messages: Sequence[Message]) -> None:
         address = self.address(identity, session_id)
         for _ in range(_ATTEMPTS):
             located = await self._router.locate(address)
@@ -294,4 +292,3 @@ def empty_budget() -> BudgetSnapshot:
     """Nothing spent, nothing limited: what a handle shows before it heard of its run."""
     nothing = ResourceSnapshot(limit=None, used=0, reserved=0, remaining=None)
     return BudgetSnapshot(model_calls=nothing, tool_calls=nothing, tokens=nothing)
-

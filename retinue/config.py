@@ -11,7 +11,7 @@ from retinue.errors import ValidationFailed
 from retinue.event_log import DEFAULT_CAPACITY, check_capacity
 from retinue.grants import Grants
 from retinue.models import ModelClient, ModelRequest
-from retinue.tools import Tool
+from retinue.tools import Tool, check_tools
 
 EstimateInputTokens = Callable[[ModelRequest, ModelClient], int]
 
@@ -49,27 +49,17 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         check_driver(self.driver)
         check_capacity(self.event_capacity)
-        for path, value, kind in (
+        members: tuple[tuple[str, object, type], ...] = (
             ("config.grants", self.grants, Grants),
             ("config.budgets", self.budgets, Budgets),
-        ):
+        )
+        for path, value, kind in members:
             if not isinstance(value, kind):
                 raise ValidationFailed(
                     f"{path} must be a retinue.{kind.__name__}, not {type(value).__name__}", path=path
                 )
-        for index, item in enumerate(self.tools):
-            if not isinstance(item, Tool):
-                path = f"config.tools[{index}]"
-                raise ValidationFailed(f"{path} is {item!r:.80}; decorate it with @tool", path=path)
-        object.__setattr__(self, "tools", tuple(self.tools))
-        bindings: dict[str, ModelBinding] = {}
-        for role, binding in self.models.items():
-            if not isinstance(binding, ModelBinding):
-                if not isinstance(binding, ModelClient):
-                    path = f"config.models.{role}"
-                    raise ValidationFailed(f"{path} is {binding!r:.80}, not a model", path=path)
-                binding = ModelBinding(client=binding)
-            bindings[role] = binding
+        object.__setattr__(self, "tools", check_tools(self.tools, "config.tools"))
+        bindings = {role: _binding(role, model) for role, model in self.models.items()}
         object.__setattr__(self, "models", bindings)
         self.grants.narrowed(None)
 
@@ -78,3 +68,12 @@ class RuntimeConfig:
         found = self.models.get(role)
         assert found is None or isinstance(found, ModelBinding)  # __post_init__ made bindings of all
         return found
+
+
+def _binding(role: str, model: object) -> ModelBinding:
+    if isinstance(model, ModelBinding):
+        return model
+    if not isinstance(model, ModelClient):
+        path = f"config.models.{role}"
+        raise ValidationFailed(f"{path} is {model!r:.80}, not a model", path=path)
+    return ModelBinding(client=model)

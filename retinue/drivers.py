@@ -80,9 +80,11 @@ def check_driver(driver: object) -> ExecutionDriver:
             "use agent_driver(...), team_driver(...) or an ExecutionDriver",
             path="config.driver",
         )
-    if not isinstance(driver.id, str) or not driver.id:
+    driver_id: object = driver.id
+    if not isinstance(driver_id, str) or not driver_id:
         raise ValidationFailed("config.driver.id must be a nonempty string", path="config.driver.id")
-    if isinstance(driver.version, bool) or not isinstance(driver.version, int) or driver.version < 1:
+    version: object = driver.version
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise ValidationFailed("config.driver.version must be an integer ≥ 1", path="config.driver.version")
     capabilities = driver.capabilities
     for operation, refused in (

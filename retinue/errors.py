@@ -80,6 +80,8 @@ class RetinueError(Exception):
 
     def __init_subclass__(cls) -> None:
         cls.codes = cls.__dict__.get("codes", (cls.code,))
+        if cls.__module__ != __name__:
+            return  # an application's subclass travels as the error that it extends, and takes no code of ours
         for code in cls.codes:
             _BY_CODE[code] = cls
 
@@ -103,8 +105,9 @@ class RetinueError(Exception):
 def error_from_payload(payload: dict[str, Any]) -> RetinueError:
     """The error that :meth:`RetinueError.to_payload` described; an unknown code gives the base class."""
     code = str(payload.get("code", "retinue_error"))
-    cls = _BY_CODE.get(code, RetinueError)
-    return cls(str(payload.get("message", "")), code=code, **dict(payload.get("data") or {}))
+    error = _BY_CODE.get(code, RetinueError)(str(payload.get("message", "")), code=code)
+    error.data = dict(payload.get("data") or {})
+    return error
 
 
 class SessionConflict(RetinueError):

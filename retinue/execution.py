@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 
 from retinue.agents import Agent
 from retinue.drivers import ExecutionDriver, RunRequest
 from retinue.errors import RetinueError
-from retinue.messages import check_structure
-from retinue.protocol import Finished, encode_output
+from retinue.messages import check_structure, escape_surrogates
+from retinue.protocol import Finished, decode_output, encode_output
 from retinue.results import DriverOutput, Reason
 from retinue.services import ExecutionServices
 
@@ -18,53 +19,50 @@ from retinue.services import ExecutionServices
 class DriverExecution:
     """One execution of a driver. Create and run it on a user loop; cancel it from there too."""
 
-    def __init__(self, work: Agent | ExecutionDriver, request: RunRequest, services: ExecutionServices) -> None:
+    def __init__(
+        self, work: Agent | ExecutionDriver, request: RunRequest, services: ExecutionServices
+    ) -> None:
         self._work = work
         self._request = request
         self._services = services
-        self._task: asyncio.Task[Finished] | None = None
+        self._driving: asyncio.Task[bytes] | None = None
 
     async def run(self) -> Finished:
         """Run to the end, owned work included. Never raises: what escaped is in the message."""
-        self._task = asyncio.ensure_future(self._run())
-        if self._services.cancelled:
-            self._task.cancel()
-        await asyncio.wait([self._task])
-        if self._task.cancelled():  # before it began
-            return self._finished(cancelled=True)
-        return self._task.result()
+        services = self._services
+        state_before = msgspec.json.encode(services.state)
+        self._driving = asyncio.ensure_future(self._drive())
+        if services.cancelled:
+            self._driving.cancel()
+        await asyncio.wait([self._driving])
+        cancelled, services.cancelled = services.cancelled, True
+        # Outside of the task that cancel() interrupts, so that nothing is left however the driver ended.
+        await services.cancel_owned()
+        services.end()
+        return self._with_state(self._outcome(self._driving, cancelled=cancelled), state_before)
 
     def cancel(self) -> None:
-        """Tell tools that the run is ending, and interrupt the driver at its next await."""
+        """Tell tools that the run is ending, and interrupt the driver at its next await. Once is enough."""
+        if self._services.cancelled:
+            return
         self._services.cancelled = True
-        if self._task is not None:
-            self._task.cancel()
+        if self._driving is not None:
+            self._driving.cancel()
 
-    async def _run(self) -> Finished:
-        state_before = msgspec.json.encode(self._services.state)
-        try:
-            output = await self._output()
-            await self._services.settle_owned()
-            finished = self._finished(output=encode_output(output))
-        except asyncio.CancelledError:
-            await self._services.cancel_owned()
-            if self._services.cancelled:
-                finished = self._finished(cancelled=True)
-            else:
-                why = Reason("execution_failed", "the driver was cancelled from inside")
-                finished = self._finished(error={"code": why.code, "message": why.message})
-        except Exception as error:
-            await self._services.cancel_owned()
-            finished = self._finished(error=error_payload(error))
-        return self._with_state(finished, state_before)
-
-    async def _output(self) -> DriverOutput:
+    async def _drive(self) -> bytes:
+        """The driver's output, encoded, once the work that it owns has settled."""
         work = self._work
         if isinstance(work, Agent):
             from retinue.agent_loop import agent_driver
 
             work = agent_driver(work)
-        output = await work.start(self._request, self._services)
+        try:
+            output = await work.start(self._request, self._services)
+        except (SystemExit, KeyboardInterrupt) as error:
+            # asyncio would let these out of the loop that all drivers share.
+            raise RetinueError(
+                f"driver {work.id} raised {type(error).__name__}: {error}", code="execution_failed"
+            ) from None
         if not isinstance(output, DriverOutput):
             raise RetinueError(
                 f"driver {work.id} returned {type(output).__name__}; it must return a DriverOutput",
@@ -72,8 +70,10 @@ class DriverExecution:
             )
         if problem := output.problem():
             raise RetinueError(f"driver {work.id} returned a bad output: {problem}", code="execution_failed")
+        encoded = _encoded(output, work.id)
         self._extend_history(output)
-        return output
+        await self._services.settle_owned()
+        return encoded
 
     def _extend_history(self, output: DriverOutput) -> None:
         if output.history is None:
@@ -84,14 +84,30 @@ class DriverExecution:
             raise RetinueError(
                 "the history that the driver returned does not extend the session's", code="execution_failed"
             )
+        added = returned[len(current) :]
         try:
-            check_structure(returned)
-        except ValueError as error:
+            check_structure(added)
+        except (ValueError, AttributeError) as error:
             raise RetinueError(f"the driver's history is broken: {error}", code="execution_failed") from None
-        self._services.append(returned[len(current) :])
+        self._services.append(added)
+
+    def _outcome(self, driving: asyncio.Task[bytes], *, cancelled: bool) -> Finished:
+        if cancelled:
+            if not driving.cancelled():
+                driving.exception()  # what a driver raises on its way out is nobody's any more
+            return self._finished(cancelled=True)
+        if driving.cancelled():
+            return self._failed("the driver was cancelled from inside")
+        error = driving.exception()
+        if error is not None:
+            return self._finished(error=error_payload(error))
+        return self._finished(output=driving.result())
+
+    def _failed(self, why: str) -> Finished:
+        return self._finished(error={"code": "execution_failed", "message": why})
 
     def _finished(
-        self, *, output: bytes | None = None, error: dict[str, object] | None = None, cancelled: bool = False
+        self, *, output: bytes | None = None, error: dict[str, Any] | None = None, cancelled: bool = False
     ) -> Finished:
         return Finished(
             participant=self._services.participant,
@@ -102,21 +118,44 @@ class DriverExecution:
         )
 
     def _with_state(self, finished: Finished, before: bytes) -> Finished:
+        state: object = self._services.state
         try:
-            after = msgspec.json.encode(self._services.state)
-        except (TypeError, ValueError) as error:
-            problem = {"code": "execution_failed", "message": f"session state is not JSON: {error}"}
-            return finished if finished.error else self._finished(error=problem)
+            if not isinstance(state, dict):
+                raise TypeError(f"it is {type(state).__name__}, not a dict")
+            after = msgspec.json.encode(state)
+        except Exception as error:
+            problem = f"the session state cannot be written as JSON: {error}"
+            return finished if finished.error or finished.cancelled else self._failed(problem)
         return finished if after == before else msgspec.structs.replace(finished, state=after)
 
 
-def error_payload(error: BaseException) -> dict[str, object]:
-    """An error that escaped, for another process: its code and text, never its traceback."""
-    if isinstance(error, RetinueError):
-        return error.to_payload()
+def _encoded(output: DriverOutput, driver_id: str) -> bytes:
+    """The output as its reader gets it; members of a wrong type are found here, with the driver's name."""
+    try:
+        encoded = encode_output(output)
+        decode_output(encoded)
+    except Exception as error:
+        raise RetinueError(
+            f"driver {driver_id} returned a bad output: {error}", code="execution_failed"
+        ) from None
+    return encoded
+
+
+def error_payload(error: BaseException) -> dict[str, Any]:
+    """An error that escaped, for another process: its code and text, never its traceback.
+
+    Of a group, the first one counts, so that a refusal in a task group is still a refusal. Text that UTF-8
+    cannot carry, or data that is no JSON, must not keep it from arriving.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     reason = Reason.of(error)
-    # Text that UTF-8 cannot carry must not keep the message from arriving.
-    text = reason.message.encode("utf-8", "backslashreplace").decode()
-    return {"code": reason.code, "message": text}
-
-
+    if isinstance(error, RetinueError):
+        payload = error.to_payload()
+        try:
+            msgspec.json.encode(payload)
+        except Exception:
+            pass
+        else:
+            return payload
+    return {"code": escape_surrogates(str(reason.code)), "message": escape_surrogates(reason.message)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from retinue.budgets import BudgetSnapshot
@@ -52,8 +52,8 @@ class RunHandle:
     # --- acceptance ---------------------------------------------------------------------------------------
 
     async def _accept(self, start: StartRun | None) -> None:
-        client = await self._backend.client()
         try:
+            client = await self._backend.client()
             if start is None:
                 record = await client.find_run(self.identity, self.run_id)
                 self._session_id = record.session_id
@@ -61,10 +61,10 @@ class RunHandle:
             else:
                 self._client_hops += 1
                 self._heard(await client.start(start))
-        except RetinueError as error:
+        except Exception as error:
             self._local_result = RunResult(
                 status="failed",
-                reason=Reason(error.code, error.message),
+                reason=Reason.of(error),
                 budget=empty_budget(),
                 run_id=self.run_id,
                 session_id=self._session_id or "",
@@ -147,7 +147,7 @@ class RunHandle:
     async def _settle(self) -> RunResult:
         try:
             await asyncio.wrap_future(self._accepting)
-        except RetinueError:
+        except Exception:
             assert self._local_result is not None
             return self._local_result
         client = await self._backend.client()
@@ -260,7 +260,7 @@ class EventStream(AsyncIterator[Event]):
         handle = self._handle
         try:
             await asyncio.wrap_future(handle._accepting)
-        except RetinueError:
+        except Exception:
             self._ended = True
             return
         client = await handle._backend.client()
@@ -282,5 +282,3 @@ class EventStream(AsyncIterator[Event]):
         self._buffer.clear()
         if self._reading is not None:
             self._reading.cancel()
-
-

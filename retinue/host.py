@@ -6,15 +6,16 @@ The same class serves in-process, and inside a Ray actor behind a thin shell.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 import msgspec
 
 from retinue.apps import AppSpec, load_app
 from retinue.config import RuntimeConfig
-from retinue.errors import NotFound, RetinueError
+from retinue.errors import NotFound, RetinueError, StoreUnavailable
 from retinue.execution import DriverExecution
-from retinue.ids import SessionAddress
+from retinue.ids import Identity, SessionAddress
 from retinue.messages import Message
 from retinue.ports import LocalPort
 from retinue.protocol import EventPageReply, Finished, RunStatus, Settled, StartRun
@@ -31,6 +32,7 @@ class HostStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """What one session host holds and did."""
 
     host_id: str
+    pid: int
     sessions: Sequence[str]
     """Session keys of the resident activations."""
     active_runs: int
@@ -72,7 +74,9 @@ class Host:
         stores_events: write events to the store, so that they outlive this process.
     """
 
-    def __init__(self, *, holder: Holder, workers: Workers, launcher: ChildLauncher, stores_events: bool) -> None:
+    def __init__(
+        self, *, holder: Holder, workers: Workers, launcher: ChildLauncher, stores_events: bool
+    ) -> None:
         self.holder = holder
         self._workers = workers
         self._environment = RunEnvironment(
@@ -81,7 +85,7 @@ class Host:
             stores_events=stores_events,
         )
         self._sessions: dict[str, Session] = {}
-        self._activating: dict[str, asyncio.Future[None]] = {}
+        self._activating: dict[str, asyncio.Task[None]] = {}
         self._configs: dict[str, RuntimeConfig] = {}
         self._renewal: asyncio.Task[None] | None = None
         self._activations = 0
@@ -89,9 +93,7 @@ class Host:
 
     # --- activations --------------------------------------------------------------------------------------
 
-    async def activate(
-        self, address: SessionAddress, activation_id: str, store: Store, app: AppSpec
-    ) -> None:
+    async def activate(self, address: SessionAddress, activation_id: str, store: Store, app: AppSpec) -> None:
         """Bring a session into this process: take its lease, end what a dead process left open, load it.
 
         Raises:
@@ -103,26 +105,37 @@ class Host:
         if activation_id in self._activating:
             await asyncio.shield(self._activating[activation_id])
             return
-        activating: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        activating = asyncio.ensure_future(self._activate(address, activation_id, store, app))
         self._activating[activation_id] = activating
         try:
-            config = await self.load(app)
-            grant = await store.acquire(address, self.holder)
-            stored = await end_interrupted_runs(store, grant)
-            self._sessions[activation_id] = Session(
-                activation_id=activation_id,
-                store=store,
-                grant=msgspec.structs.replace(grant, session=stored, open_runs=()),
-                config=config,
-                environment=self._environment,
-                app=app.name,
-            )
-            self._activations += 1
-            if self._renewal is None:
-                self._renewal = asyncio.ensure_future(self._renew())
+            await asyncio.shield(activating)
         finally:
-            del self._activating[activation_id]
-            activating.set_result(None)
+            self._activating.pop(activation_id, None)
+
+    async def _activate(
+        self, address: SessionAddress, activation_id: str, store: Store, app: AppSpec
+    ) -> None:
+        config = await self.load(app)
+        grant = await store.acquire(address, self.holder)
+        stored = await end_interrupted_runs(store, grant)
+        self._forget_dead()
+        self._sessions[activation_id] = Session(
+            activation_id=activation_id,
+            store=store,
+            grant=msgspec.structs.replace(grant, session=stored, open_runs=()),
+            config=config,
+            environment=self._environment,
+            app=app.name,
+        )
+        self._activations += 1
+        if self._renewal is None:
+            self._renewal = asyncio.ensure_future(self._renew())
+
+    def _forget_dead(self) -> None:
+        """Drop activations that were fenced: nobody asks for them by name again."""
+        for activation_id, session in list(self._sessions.items()):
+            if session.fenced and not session.busy:
+                self._forget(activation_id)
 
     def provide(self, app: AppSpec, config: RuntimeConfig) -> None:
         """Use this configuration for the app: it is already in this process."""
@@ -200,19 +213,24 @@ class Host:
     # --- messages for sessions ----------------------------------------------------------------------------
 
     async def start(self, activation_id: str, start: StartRun) -> RunStatus:
-        return await self.session(activation_id).start(start)
+        try:
+            return await self.session(activation_id).start(start)
+        except StoreUnavailable:
+            # The record may stand all the same. The next activation looks, and ends what nobody runs.
+            await self.passivate(activation_id, "application")
+            raise
 
     def cancel(self, activation_id: str, run_id: str, reason: str) -> RunStatus | None:
         return self.session(activation_id).cancel(run_id, reason)
 
     async def result(self, activation_id: str, run_id: str) -> Settled:
-        return await self._readable(activation_id).result(run_id)
+        return await self._with_run(activation_id, run_id).result(run_id)
 
     async def events(self, activation_id: str, run_id: str, after: int, limit: int) -> EventPageReply:
-        return await self._readable(activation_id).events(run_id, after, limit)
+        return await self._with_run(activation_id, run_id).events(run_id, after, limit)
 
     def status(self, activation_id: str, run_id: str) -> RunStatus:
-        return self._readable(activation_id).run(run_id).status()
+        return self._with_run(activation_id, run_id).run(run_id).status()
 
     async def read(self, activation_id: str) -> StoredSession:
         return await self.session(activation_id).read()
@@ -220,25 +238,26 @@ class Host:
     async def import_legacy(self, activation_id: str, messages: Sequence[Message]) -> None:
         await self.session(activation_id).import_legacy(messages)
 
-    def _readable(self, activation_id: str) -> Session:
+    def _with_run(self, activation_id: str, run_id: str) -> Session:
+        """The activation to read a run from; one that is leaving still has its runs."""
         session = self._sessions.get(activation_id)
-        if session is None:
-            raise NotFound(f"activation {activation_id} is not in this process", activation_id=activation_id)
-        return session
+        if session is not None and session.knows(run_id):
+            return session
+        return self.session(activation_id)
 
-    def peek(self, run_id: str) -> RunStatus | None:
-        """A run as it is now, if it is in memory; may be called from any thread."""
+    def peek(self, identity: Identity, run_id: str) -> RunStatus | None:
+        """A run of this identity as it is now, if it is in memory; may be called from any thread."""
         for session in list(self._sessions.values()):
-            try:
-                return session.run(run_id).status()
-            except NotFound:
-                continue
+            if session.address.identity == identity and session.knows(run_id):
+                with contextlib.suppress(NotFound):  # it has left memory just now
+                    return session.run(run_id).status()
         return None
 
     def statistics(self) -> HostStatistics:
         sessions = self._sessions.values()
         return HostStatistics(
             host_id=self.holder.holder_id,
+            pid=self.holder.pid,
             sessions=[session.address.session_key for session in sessions],
             active_runs=sum(session.busy for session in sessions),
             runs_started=self._runs_before + sum(session.runs_started for session in sessions),

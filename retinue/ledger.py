@@ -55,6 +55,8 @@ class _Account:
     unknown_usage_calls: int = 0
     own_usage: Usage = field(default_factory=Usage)
     """What providers reported for this participant alone."""
+    open_calls: set[str] = field(default_factory=set)
+    """Its own model calls that are admitted and not settled."""
 
     def chain(self) -> list[_Account]:
         """This account and those above it, innermost first."""
@@ -99,9 +101,8 @@ class BudgetLedger:
 
     def lose(self, participant: str) -> None:
         """Charge what a lost participant had reserved as unknown usage."""
-        for (name, call_id), call in self._model_calls.items():
-            if name == participant and call.state == "reserved":
-                self.settle_model(participant, call_id, None)
+        for call_id in list(self._account(participant).open_calls):
+            self.settle_model(participant, call_id, None)
 
     def usage_of(self, participant: str) -> Usage:
         """What providers reported for one participant, without its delegates."""
@@ -141,6 +142,7 @@ class BudgetLedger:
             level.model_calls.used += 1
             level.tokens.reserved += projected
         self._model_calls[key] = _ModelCall(account, projected, grant)
+        account.open_calls.add(call_id)
         return grant
 
     def settle_model(
@@ -162,6 +164,7 @@ class BudgetLedger:
                 level.tokens.used -= call.charged
                 level.unknown_usage_calls -= 1
         else:
+            call.account.open_calls.discard(call_id)
             for level in chain:
                 level.tokens.reserved -= call.projected
             if started or usage is not None:
@@ -199,7 +202,7 @@ class BudgetLedger:
     @property
     def open_reservations(self) -> int:
         """Model calls that are admitted and not settled."""
-        return sum(call.state == "reserved" for call in self._model_calls.values())
+        return sum(len(account.open_calls) for account in self._accounts.values())
 
     def snapshot(self, participant: str = ROOT) -> BudgetSnapshot:
         """The totals of a participant with everything below it; of the whole tree by default."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -38,6 +39,12 @@ def client_loop() -> LoopThread:
 def before_exit(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run this on the client loop when the process ends, within :data:`EXIT_PATIENCE` seconds."""
     _at_exit.append(work)
+
+
+def not_before_exit(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Forget what :func:`before_exit` was given: it has been done."""
+    with contextlib.suppress(ValueError):
+        _at_exit.remove(work)
     # Exit handlers run last in, first out: ours must come before those of libraries that it still needs.
     atexit.unregister(_exit)
     atexit.register(_exit)
@@ -69,8 +76,7 @@ def _exit() -> None:
     if thread is None:
         return
     for work in reversed(_at_exit):
-        try:
+        # Whatever fails, the process is ending: leases run out by themselves.
+        with contextlib.suppress(Exception):
             thread.submit(work()).result(EXIT_PATIENCE)
-        except Exception:
-            pass  # the process is ending: leases run out by themselves
     thread.stop()

@@ -106,10 +106,12 @@ def check_content(value: object) -> Content:
     Raises:
         InputError: wrong shape, text that UTF-8 cannot carry, or more than :data:`MAX_INPUT_BYTES`.
     """
+    if not isinstance(value, str | list | tuple):  # bytes and dates would become text that nobody wrote
+        raise InputError(f"the input must be a string or a list of content parts, not {type(value).__name__}")
     try:
         content: Content = msgspec.convert(msgspec.to_builtins(value), Content, strict=True)
         encoded = msgspec.json.encode(content)
-    except (msgspec.ValidationError, TypeError) as error:
+    except (msgspec.ValidationError, TypeError, RecursionError) as error:
         raise InputError(f"the input must be a string or a list of content parts: {error}") from None
     except UnicodeEncodeError:
         raise InputError("the input holds a lone surrogate, which no store can carry") from None
@@ -123,29 +125,46 @@ def check_content(value: object) -> Content:
     return content
 
 
-def check_structure(messages: Iterable[Message]) -> None:
-    """Raise ``ValueError`` where tool calls and results do not pair up (contract section 9).
+class ToolPairing:
+    """Follows a conversation and refuses the message with which calls and results no longer pair up.
 
-    Every tool result answers an open call; no second call round opens and no other message comes before
-    all results arrived; call ids are unique. Calls may be left open at the very end.
+    Every tool result answers an open call, and no other message comes before all results arrived
+    (contract section 9). Calls may be left open at the end.
     """
-    open_calls: set[str] = set()
+
+    def __init__(self) -> None:
+        self.open_calls: set[str] = set()
+
+    def add(self, message: Message) -> None:
+        """Go on with this message, or raise ``ValueError`` and stay as before."""
+        if message.role == "system":
+            return
+        if message.role == "tool":
+            if message.tool_call_id not in self.open_calls:
+                raise ValueError(f"answers the call {message.tool_call_id!r}, which is not open")
+            self.open_calls.discard(message.tool_call_id)
+            return
+        if self.open_calls:
+            raise ValueError(f"comes before the results of {sorted(self.open_calls)}")
+        ids = [call.id for call in message.tool_calls]
+        if not all(ids) or len(set(ids)) != len(ids):
+            raise ValueError(f"has an empty or repeated call id: {ids}")
+        self.open_calls.update(ids)
+
+
+def check_structure(messages: Iterable[Message]) -> None:
+    """Raise ``ValueError`` where tool calls and results do not pair up, or a call id comes twice."""
+    pairing = ToolPairing()
     seen: set[str] = set()
     for index, message in enumerate(messages):
-        if message.role == "system":
-            continue
-        if message.role == "tool":
-            if message.tool_call_id not in open_calls:
-                raise ValueError(f"messages[{index}] answers {message.tool_call_id!r}, which is not open")
-            open_calls.discard(message.tool_call_id)
-            continue
-        if open_calls:
-            raise ValueError(f"messages[{index}] comes before the results of {sorted(open_calls)}")
+        try:
+            pairing.add(message)
+        except ValueError as error:
+            raise ValueError(f"messages[{index}] {error}") from None
         for call in message.tool_calls:
-            if not call.id or call.id in seen:
-                raise ValueError(f"messages[{index}] has an empty or repeated call id {call.id!r}")
+            if call.id in seen:
+                raise ValueError(f"messages[{index}] repeats the call id {call.id!r}")
             seen.add(call.id)
-            open_calls.add(call.id)
 
 
 def close_open_calls(messages: Sequence[Message], reason: str) -> list[Message]:
@@ -163,13 +182,26 @@ def close_open_calls(messages: Sequence[Message], reason: str) -> list[Message]:
     return [tool_result(call_id, f"[no result: {reason}]") for call_id in open_calls]
 
 
-def encode_message(message: Message) -> bytes:
-    """One message as stored JSON; text that UTF-8 cannot carry raises ``InputError``."""
-    try:
-        return msgspec.json.encode(message)
-    except UnicodeEncodeError:
-        raise InputError("a message holds a lone surrogate, which no store can carry") from None
-
-
 decode_message = msgspec.json.Decoder(Message).decode
 """One message from stored JSON; raises ``msgspec.ValidationError`` or ``msgspec.DecodeError``."""
+
+
+def encode_message(message: Message) -> bytes:
+    """One message as stored JSON.
+
+    Raises:
+        InputError: it could not be read again: text that UTF-8 cannot carry, or a member of a wrong type.
+    """
+    try:
+        body = msgspec.json.encode(message)
+        decode_message(body)
+    except UnicodeEncodeError:
+        raise InputError("a message holds a lone surrogate, which no store can carry") from None
+    except (msgspec.ValidationError, TypeError, RecursionError) as error:
+        raise InputError(f"not a message that can be kept: {error}") from None
+    return body
+
+
+def escape_surrogates(text: str) -> str:
+    """``text`` with what UTF-8 cannot carry written out, for texts that must arrive whatever they hold."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from retinue.budgets import Usage
 from retinue.config import ModelBinding
 from retinue.errors import ModelFailed, Unsupported
@@ -80,48 +82,40 @@ class ModelCalls:
             participant=services.request.participant,
         )
         call_id = services.next_call_id()
-        admitted = await services.ask(
-            AdmitModel(
-                participant=services.participant,
-                call_id=call_id,
-                role=role,
-                projected_input=self._project(request, client),
-                requested_output=max_tokens,
-            )
-        )
-        assert isinstance(admitted, ModelAdmitted)
-        request = ModelRequest(
-            messages=request.messages,
-            tools=request.tools,
-            max_tokens=admitted.max_tokens,
-            temperature=temperature,
+        admission = AdmitModel(
+            participant=services.participant,
+            call_id=call_id,
             role=role,
-            participant=request.participant,
+            projected_input=self._project(request, client),
+            requested_output=max_tokens,
         )
-        started, usage, answered = True, None, False
+        settlement = SettleModel(
+            participant=services.participant,
+            call_id=call_id,
+            provider_id=client.provider_id,
+            model_id=client.model_id,
+            usage=None,
+            started=True,
+            answered=False,
+        )
         try:
-            response = await client.generate(request)
-            usage = response.usage
-            problem = usage.problem() if usage is not None else None
-            if problem:
-                usage = None
-                raise ModelFailed(f"{client.provider_id} {client.model_id} reported impossible usage: {problem}")
-            answered = not services.cancelled
+            admitted = await services.ask(admission)
+        except asyncio.CancelledError:
+            # The yes may be on its way: what it reserved is given back.
+            self._port.tell(msgspec.structs.replace(settlement, started=False))
+            raise
+        assert isinstance(admitted, ModelAdmitted)
+        try:
+            response = await client.generate(
+                msgspec.structs.replace(request, max_tokens=admitted.max_tokens)
+            )
+            usage = _usage_of(response, client)
+            settlement = msgspec.structs.replace(settlement, usage=usage, answered=not services.cancelled)
         except ModelFailed as error:
-            started = error.started
+            settlement = msgspec.structs.replace(settlement, started=error.started)
             raise
         finally:
-            self._port.tell(
-                SettleModel(
-                    participant=services.participant,
-                    call_id=call_id,
-                    provider_id=client.provider_id,
-                    model_id=client.model_id,
-                    usage=usage,
-                    started=started,
-                    answered=answered,
-                )
-            )
+            self._port.tell(settlement)
         if services.cancelled:
             raise asyncio.CancelledError("the run is being cancelled")
         return response
@@ -130,13 +124,27 @@ class ModelCalls:
         estimate = self._services.config.estimate_input_tokens
         if estimate is None:
             return estimate_messages(request.messages, request.tools, client.model_id)
-        projected = estimate(request, client)
+        projected: object = estimate(request, client)
         if isinstance(projected, bool) or not isinstance(projected, int) or projected < 0:
             raise Unsupported(
                 f"estimate_input_tokens gave {projected!r}; it must give a nonnegative integer",
                 operation="estimate_input_tokens",
             )
         return projected
+
+
+def _usage_of(response: object, client: ModelClient) -> Usage | None:
+    """What a provider says that its answer used; raises ``ModelFailed`` for what cannot be."""
+    called = f"{client.provider_id} {client.model_id}"
+    if not isinstance(response, ModelResponse):
+        raise ModelFailed(f"{called} returned {type(response).__name__}, not a ModelResponse")
+    usage: object = response.usage
+    if usage is None:
+        return None
+    problem = usage.problem() if isinstance(usage, Usage) else f"it is {type(usage).__name__}, not a Usage"
+    if problem:
+        raise ModelFailed(f"{called} reported impossible usage: {problem}")
+    return response.usage
 
 
 def check_max_tokens(value: object) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
-from inspect import isawaitable
 
 from retinue.budgets import BudgetSnapshot
 from retinue.protocol import ParticipantMessage, RootReply
@@ -20,6 +20,8 @@ class LocalPort:
         self._tree = tree
         self._control = control
         self._user = user
+        self._later: set[asyncio.Future[RootReply]] = set()
+        """Requests that wait for something; kept so that none is collected half done."""
 
     async def ask(self, message: ParticipantMessage) -> RootReply:
         answer: asyncio.Future[RootReply] = self._user.create_future()
@@ -35,23 +37,29 @@ class LocalPort:
 
     def _take(self, message: ParticipantMessage) -> None:
         reply = self._tree.handle(message)
-        if isawaitable(reply):  # it waits for room in the event log
-            asyncio.ensure_future(reply)
+        if isinstance(reply, Awaitable):  # it waits for room in the event log
+            self._wait_for(reply)
 
     def _serve(self, message: ParticipantMessage, answer: asyncio.Future[RootReply]) -> None:
         reply = self._tree.handle(message)
-        if isawaitable(reply):
-            waiting = asyncio.ensure_future(reply)
-            waiting.add_done_callback(lambda done: self._answer_later(done, answer))
+        if isinstance(reply, Awaitable):
+            self._wait_for(reply).add_done_callback(lambda done: self._answer_later(done, answer))
         else:
             self._answer(reply, answer)
+
+    def _wait_for(self, reply: Awaitable[RootReply]) -> asyncio.Future[RootReply]:
+        waiting = asyncio.ensure_future(reply)
+        self._later.add(waiting)
+        waiting.add_done_callback(self._later.discard)
+        return waiting
 
     def _answer_later(self, done: asyncio.Future[RootReply], answer: asyncio.Future[RootReply]) -> None:
         if not done.cancelled():
             self._answer(done.result(), answer)
 
-    def _answer(self, reply: RootReply | Awaitable[RootReply], answer: asyncio.Future[RootReply]) -> None:
-        self._user.call_soon_threadsafe(_set, answer, reply)
+    def _answer(self, reply: RootReply, answer: asyncio.Future[RootReply]) -> None:
+        with contextlib.suppress(RuntimeError):  # the user loop was stopped: nobody waits there any more
+            self._user.call_soon_threadsafe(_set, answer, reply)
 
 
 def _set(answer: asyncio.Future[RootReply], reply: RootReply) -> None:

@@ -90,15 +90,12 @@ class DriverOutput:
 
     def problem(self) -> str | None:
         """What is wrong with this output, or ``None``."""
-        if not isinstance(self.text, str):
-            return f"text is {type(self.text).__name__}, not a string"
+        text: object = self.text
+        if not isinstance(text, str):
+            return f"text is {type(text).__name__}, not a string"
         if self.status not in STATUSES:
             return f"status {self.status!r} is not one of {', '.join(STATUSES)}"
-        try:
-            msgspec.json.encode((self.text, self.structured, self.reason, self.usage, self.artifacts))
-        except (TypeError, ValueError) as error:
-            return f"it cannot be written as JSON: {error}"
-        return None
+        return self.usage.problem() if isinstance(self.usage, Usage) else None
 
 
 def encode_result(result: RunResult) -> bytes:

@@ -8,11 +8,12 @@ for the next block, and admissions wait for the events (back-pressure).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from retinue.errors import InputError, LeaseLost
+from retinue.errors import InputError, RetinueError, StoreUnavailable
 from retinue.event_log import EventLog
 from retinue.events import Event, Payload, RunTerminal, encode_event
 from retinue.results import RunResult
@@ -42,7 +43,8 @@ class RunEvents:
         capacity: events kept in memory.
         store, lease: where to write behind, under which lease; ``None`` where events are not stored.
         reserved_to: highest number that the run's record reserves.
-        on_lease_lost: called when the store says that another writer has the session.
+        on_failure: called when events cannot be stored: another writer has the session, or the store did not
+            answer in time and no number is left.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class RunEvents:
         store: Store | None,
         lease: Lease,
         reserved_to: int = EVENT_BLOCK,
-        on_lease_lost: Callable[[], None] = lambda: None,
+        on_failure: Callable[[RetinueError], None] = lambda error: None,
     ) -> None:
         self.log = EventLog(capacity, self._read_stored if store is not None else None)
         self._session_id = session_id
@@ -64,7 +66,7 @@ class RunEvents:
         self._store = store
         self._lease = lease
         self._reserved_to = reserved_to
-        self._on_lease_lost = on_lease_lost
+        self._on_failure = on_failure
         self._waiting: list[tuple[Payload, EventSource]] = []
         self._unstored: list[StoredEvent] = []
         self._room = asyncio.Event()
@@ -136,42 +138,45 @@ class RunEvents:
         return self.log.last > self._reserved_to - EVENT_BLOCK // 2
 
     async def _write_behind(self) -> None:
-        try:
-            while True:
-                try:
-                    await asyncio.wait_for(self._wake.wait(), WRITE_DELAY)
-                except TimeoutError:
-                    pass
-                self._wake.clear()
-                if not self._unstored and not self._needs_block:
-                    self._writer = None
-                    return
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), WRITE_DELAY)
+            self._wake.clear()
+            if not self._unstored and not self._needs_block:
+                self._writer = None
+                return
+            try:
                 await self._write()
-        except LeaseLost:
-            self._on_lease_lost()
+            except RetinueError as error:
+                if self._waiting:  # for a block that cannot be had: the run must not wait for ever
+                    self._waiting.clear()
+                    self._room.set()
+                    self._on_failure(error)
+                elif not isinstance(error, StoreUnavailable):
+                    self._on_failure(error)
+                    return
 
     async def _write(self) -> None:
         assert self._store is not None
         async with self._writing:
-            events, self._unstored = self._unstored, []
+            events = tuple(self._unstored)
             reserve_to = self._reserved_to + EVENT_BLOCK if self._needs_block else None
             store, lease, run_id = self._store, self._lease, self._source.run_id
-            try:
-                await until_stored(lambda: store.append_events(lease, run_id, events, reserve_to))
-            except BaseException:
-                self._unstored = events + self._unstored
-                raise
+            await until_stored(lambda: store.append_events(lease, run_id, events, reserve_to))
+            self.stored(events)
             if reserve_to is not None:
                 self._reserved_to = reserve_to
                 self._number_waiting()
 
-    def take_unstored(self) -> Sequence[StoredEvent]:
-        """The events that a commit should carry; give them back with :meth:`put_back` should it fail."""
-        events, self._unstored = self._unstored, []
-        return events
+    @property
+    def unstored(self) -> Sequence[StoredEvent]:
+        """The events that a commit should carry; tell :meth:`stored` of them when it has."""
+        return tuple(self._unstored)
 
-    def put_back(self, events: Sequence[StoredEvent]) -> None:
-        self._unstored = [*events, *self._unstored]
+    def stored(self, events: Sequence[StoredEvent]) -> None:
+        """These are in the store. They were kept until now, for readers that fell out of the window."""
+        last = events[-1].sequence if events else 0
+        self._unstored = [event for event in self._unstored if event.sequence > last]
 
     async def _read_stored(self, after: int, limit: int) -> Sequence[tuple[int, bytes]]:
         assert self._store is not None
@@ -196,10 +201,11 @@ class RunEvents:
         """Add the last event and close the log."""
         self.log.append(body, terminal=True)
 
-    async def close(self) -> None:
-        """Stop writing behind: what is left is the commit's."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            async with self._writing:
+    async def pause(self) -> None:
+        """Stop writing behind, until the next event: what is left is the commit's."""
+        while (writer := self._writer) is not None:
+            async with self._writing:  # not in the middle of a write
                 writer.cancel()
             await asyncio.wait([writer])
+            if self._writer is writer:
+                self._writer = None

@@ -18,11 +18,11 @@ import msgspec
 
 from retinue.config import RuntimeConfig
 from retinue.drivers import RunRequest
-from retinue.errors import LeaseLost, RetinueError, SessionConflict, StoreUnavailable
+from retinue.errors import Interrupted, LeaseLost, RetinueError, StoreUnavailable
 from retinue.events import Control, Payload, RunStarted
 from retinue.grants import Grants
 from retinue.ids import new_id
-from retinue.messages import close_open_calls, decode_message, encode_message
+from retinue.messages import close_open_calls, decode_message, encode_message, escape_surrogates
 from retinue.protocol import (
     Finished,
     RunState,
@@ -134,7 +134,7 @@ class Run:
             capacity=config.event_capacity,
             store=session.store if environment.stores_events else None,
             lease=session.lease,
-            on_lease_lost=self.fence,
+            on_failure=self._events_failed,
         )
         self.tree = Tree(self.request, config, environment.launcher, self._emit, self._room)
         self.hops = 0
@@ -144,6 +144,8 @@ class Run:
         self._execution: RootExecution | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._diagnostics: list[str] = []
+        self._committed = False
+        """The outcome is stored: it stands, whoever takes the session over now."""
         self._terminal: tuple[RunResult, bytes] | None = None
 
     # --- what others ask ----------------------------------------------------------------------------------
@@ -181,6 +183,7 @@ class Run:
         """Stop the run with everything below it. Only the first call counts; none does after the end."""
         if self._cancelled is not None or self.settled.done():
             return
+        reason = escape_surrogates(reason)
         self._cancelled = Reason(code, reason)
         self.events.emit(Control("cancel", reason))
         self.tree.stop(reason)
@@ -191,7 +194,14 @@ class Run:
         """Another writer has the session: end as soon as possible, without writing."""
         if not self.fenced:
             self.fenced = True
-            self.cancel("another process has taken this session over", "interrupted")
+            if not self._committed:
+                self.cancel("another process has taken this session over", "interrupted")
+
+    def _events_failed(self, error: RetinueError) -> None:
+        if isinstance(error, LeaseLost):
+            self.fence()
+        else:
+            self.cancel(error.message, error.code)
 
     # --- life ---------------------------------------------------------------------------------------------
 
@@ -200,20 +210,19 @@ class Run:
         try:
             self._arm_deadline()
             ending = await self._drive()
-            self.tree.stop("the run ended")
-            await self.tree.settled()
-            result = await self._commit(ending)
-            result = await self._confirm(result)
         except Exception as error:  # a defect of ours must not leave callers waiting
-            reason = Reason.of(error)
-            result = self._result(_Ending("failed", reason=reason), self.events.next_number)
-        finally:
-            if self._deadline is not None:
-                self._deadline.cancel()
-            await self.events.close()
-        if result.final_cursor != self.events.next_number:
-            result = msgspec.structs.replace(result, final_cursor=self.events.next_number)
+            ending = _Ending("failed", reason=Reason.of(error), partial=True)
+        self.tree.stop("the run ended")
+        await self.tree.settled()
         self.tree.close()
+        try:
+            result = await self._confirm(await self._commit(ending))
+        except Exception as error:
+            await self.events.pause()
+            ending = _Ending("failed", reason=Reason.of(error), partial=True)
+            result = self._result(ending, self.events.next_number)
+        if self._deadline is not None:
+            self._deadline.cancel()
         self.events.terminal(self._terminal_body(result))
         self.settled.set_result(result)
 
@@ -229,7 +238,8 @@ class Run:
 
     async def _drive(self) -> _Ending:
         if self._cancelled is not None:
-            return _Ending("cancelled", reason=self._cancelled, partial=True, entered=False)
+            status: Status = _cancel_status(self._cancelled)
+            return _Ending(status, reason=self._cancelled, partial=True, entered=False)
         self.events.emit(RunStarted(self.config.driver.id))
         try:
             self._execution = self._environment.launch_root(self)
@@ -238,10 +248,10 @@ class Run:
         finished = await self._execution.wait()
         if self._cancelled is not None or finished.cancelled:
             reason = self._cancelled or Reason("cancelled", "the driver was cancelled")
-            return _Ending("cancelled", reason=reason, partial=True, state=finished.state)
+            return _Ending(_cancel_status(reason), reason=reason, partial=True, state=finished.state)
         if finished.error is not None:
             reason = Reason(str(finished.error["code"]), str(finished.error["message"]))
-            status: Status = "stopped" if reason.code == "budget_exhausted" else "failed"
+            status = "stopped" if reason.code == "budget_exhausted" else "failed"
             return _Ending(status, reason=reason, partial=True, state=finished.state)
         output = decode_output(finished.output or b"")
         return _Ending(output.status, output=output, reason=output.reason, state=finished.state)
@@ -252,16 +262,15 @@ class Run:
         """Store the delta and the outcome in one transaction; what cannot be stored is not reported done."""
         await self.events.room()
         session = self.session
-        if self.fenced:
-            return self._result(ending, self.events.next_number)
-        if not ending.entered:
-            result = self._result(ending, self.events.next_number)
-            await self._store_outcome(result)
-            return result
         result, artifacts = self._bounded(self._result(ending, self.events.next_number))
+        if self.fenced:
+            return result
+        if not ending.entered:
+            await self._store_outcome(result, artifacts)
+            return result
         messages = _closed(self.tree.canonical)
         replayable = session.replayable and not ending.partial
-        events = self.events.take_unstored() if self._environment.stores_events else ()
+        events = self.events.unstored
         commit = CommitSession(
             lease=session.lease,
             commit_id=self.run_id,
@@ -277,52 +286,58 @@ class Run:
         self.hops += 1
         try:
             revision = await until_stored(lambda: session.store.commit(commit))
-        except RetinueError as error:
-            self.events.put_back(events)
+        except Exception as error:
             return await self._commit_failed(ending, error)
+        self._committed = True
+        self.events.stored(events)
         session.committed(revision, messages, ending.state, replayable)
         return result
 
-    async def _commit_failed(self, ending: _Ending, error: RetinueError) -> RunResult:
+    async def _commit_failed(self, ending: _Ending, error: Exception) -> RunResult:
         if isinstance(error, LeaseLost):
             self.fenced = True
-            error = RetinueError("another process has taken this session over", code="interrupted")
+            error = Interrupted("another process has taken this session over")
         if ending.partial:
             self._diagnostics.append("partial_history_commit_failed")
         else:
             ending = _Ending("failed", reason=Reason.of(error), partial=True)
-        result = self._result(ending, self.events.next_number)
-        if not self.fenced and not isinstance(error, StoreUnavailable | SessionConflict):
-            await self._store_outcome(result)
+        result, artifacts = self._bounded(self._result(ending, self.events.next_number))
+        if not self.fenced and not isinstance(error, StoreUnavailable):
+            await self._store_outcome(result, artifacts)
         return result
 
     async def _confirm(self, result: RunResult) -> RunResult:
-        """Let a cancellation that came while the outcome was being stored win, and store that first."""
-        while result.final_cursor != self.events.next_number or (
-            self._cancelled is not None and result.status != "cancelled"
-        ):
-            if self._cancelled is not None:
-                result = msgspec.structs.replace(result, status="cancelled", reason=self._cancelled)
-            result = msgspec.structs.replace(result, final_cursor=self.events.next_number)
-            if self.fenced:
-                break
-            await self._store_outcome(result)
-        return result
+        """Let a cancellation that came while the outcome was being stored win, and store that first.
 
-    async def _store_outcome(self, result: RunResult) -> None:
-        await self.events.room()
-        bounded, artifacts = self._bounded(result)
-        events = self.events.take_unstored() if self._environment.stores_events else ()
+        Nothing is awaited between the last look and the terminal event.
+        """
+        while True:
+            await self.events.pause()
+            cancelled = self._cancelled
+            if cancelled is not None and not _says(result, cancelled):
+                result = msgspec.structs.replace(result, status=_cancel_status(cancelled), reason=cancelled)
+            elif result.final_cursor == self.events.next_number:
+                return result
+            await self.events.room()
+            result, artifacts = self._bounded(
+                msgspec.structs.replace(result, final_cursor=self.events.next_number)
+            )
+            if not self.fenced:
+                await self._store_outcome(result, artifacts)
+
+    async def _store_outcome(self, result: RunResult, artifacts: Sequence[StoredArtifact]) -> None:
+        events = self.events.unstored
         finish = FinishRun(
-            lease=self.session.lease, outcome=self._outcome(bounded), events=events, artifacts=artifacts
+            lease=self.session.lease, outcome=self._outcome(result), events=events, artifacts=artifacts
         )
         self.hops += 1
         try:
             await until_stored(lambda: self.session.store.finish_run(finish))
-        except RetinueError as error:
-            self.events.put_back(events)
-            if isinstance(error, LeaseLost):
-                self.fenced = True
+        except Exception as error:
+            self.fenced = self.fenced or isinstance(error, LeaseLost)
+            return
+        self._committed = True
+        self.events.stored(events)
 
     def _outcome(self, result: RunResult) -> RunOutcome:
         return RunOutcome(
@@ -343,7 +358,7 @@ class Run:
             usage = output.usage
         reason = ending.reason
         if reason is not None:
-            reason = Reason(reason.code, reason.message.encode("utf-8", "backslashreplace").decode())
+            reason = Reason(escape_surrogates(reason.code), escape_surrogates(reason.message))
         return RunResult(
             status=ending.status,
             text=output.text if output else "",
@@ -380,6 +395,22 @@ class Run:
                 participant=participant.name,
             ),
         )
+
+
+_LOST_CODES = ("interrupted", "store_unavailable")
+
+
+def _cancel_status(reason: Reason) -> Status:
+    """A run that loses its session or its store is cancelled like any other, and has failed."""
+    return "failed" if reason.code in _LOST_CODES else "cancelled"
+
+
+def _says(result: RunResult, cancelled: Reason) -> bool:
+    return (
+        result.status == _cancel_status(cancelled)
+        and result.reason is not None
+        and result.reason.code == cancelled.code
+    )
 
 
 def _closed(messages: Sequence[bytes]) -> list[bytes]:

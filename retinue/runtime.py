@@ -125,7 +125,11 @@ class Runtime:
         """
         check_identity(identity, session_id)
         run_id = run_id or new_id("run")
-        for label, value in (("run_id", run_id), ("parent_run_id", parent_run_id), ("root_run_id", root_run_id)):
+        for label, value in (
+            ("run_id", run_id),
+            ("parent_run_id", parent_run_id),
+            ("root_run_id", root_run_id),
+        ):
             if value is not None:
                 check_id(label, value)
         if run_mode not in ("execute", "plan"):
@@ -145,13 +149,9 @@ class Runtime:
             parent_run_id=parent_run_id,
             root_run_id=root_run_id,
         )
-        return RunHandle(
-            self._backend, run_id=run_id, identity=identity, session_id=session_id, start=start
-        )
+        return RunHandle(self._backend, run_id=run_id, identity=identity, session_id=session_id, start=start)
 
-    async def run(
-        self, input: Content, *, identity: Identity, session_id: str, **options: Any
-    ) -> RunResult:
+    async def run(self, input: Content, *, identity: Identity, session_id: str, **options: Any) -> RunResult:
         """Start a run and await its result; the options of :meth:`start`."""
         return await self.start(input, identity=identity, session_id=session_id, **options).result()
 
@@ -232,9 +232,7 @@ class Sessions:
 
         return await awaited(on_client_loop(read()))
 
-    async def import_legacy(
-        self, identity: Identity, session_id: str, messages: Sequence[Message]
-    ) -> None:
+    async def import_legacy(self, identity: Identity, session_id: str, messages: Sequence[Message]) -> None:
         """Replace the session by display-only history: no state, revision 0, not replayable.
 
         Raises:
@@ -254,7 +252,9 @@ def _check_deadline(deadline: object) -> float | None:
     if deadline is None:
         return None
     if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not math.isfinite(deadline):
-        raise InputError(f"deadline must be epoch seconds, a finite number, not {deadline!r}", field="deadline")
+        raise InputError(
+            f"deadline must be epoch seconds, a finite number, not {deadline!r}", field="deadline"
+        )
     return float(deadline)
 
 
@@ -277,6 +277,6 @@ def _ray_backend(app: AppSpec, store: str | StoreEngine | None, address: str | N
             path="store",
         )
     from retinue.actors.backend import RayBackend
+    from retinue.cluster.connection import connect
 
-    return RayBackend(app, store, address)
-
+    return RayBackend(app, store, lambda: connect(address))

@@ -7,8 +7,11 @@ through a :class:`RootPort`; nothing here decides about budgets or grants.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import copy
 import functools
+import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -19,10 +22,26 @@ import msgspec
 from retinue.budgets import Budgets, BudgetSnapshot
 from retinue.delegates import Delegate, pickle_work
 from retinue.drivers import ExecutionDriver, RunRequest
-from retinue.errors import RetinueError, ToolFailed, Unsupported, error_from_payload
+from retinue.errors import (
+    InputError,
+    RetinueError,
+    ToolFailed,
+    Unsupported,
+    ValidationFailed,
+    error_from_payload,
+)
 from retinue.events import MAX_DELTA, Custom, Payload, TextDelta, check_payload
-from retinue.ids import Identity, new_id, session_key
-from retinue.messages import Content, Message, ToolCall, check_content, decode_message, encode_message
+from retinue.ids import Identity, check_id, new_id, session_key
+from retinue.messages import (
+    Content,
+    Message,
+    ToolCall,
+    ToolPairing,
+    check_content,
+    decode_message,
+    encode_message,
+    escape_surrogates,
+)
 from retinue.model_calls import ModelCalls
 from retinue.models import ModelClient, ModelResponse, ToolSchema
 from retinue.protocol import (
@@ -75,7 +94,8 @@ class ToolContext:
 
     @property
     def cancelled(self) -> bool:
-        """True once the run is being cancelled: a tool in a thread should return soon."""
+        """True once the run is being cancelled or has no use for the result: a tool in a thread should
+        return soon."""
         return self.services.cancelled
 
     async def delegate(self, work: Agent | ExecutionDriver, input: Content, **options: Any) -> Delegate:
@@ -110,6 +130,8 @@ class ExecutionServices:
         self._threads = threads
         self._history = list(history)
         self._owned: set[asyncio.Task[Any]] = set()
+        self._ended = False
+        self._pairing = ToolPairing()
         self._call_ids = itertools.count(1)
         self._models = ModelCalls(self, port)
 
@@ -165,7 +187,9 @@ class ExecutionServices:
             Unsupported: ``max_tokens`` is not a positive integer.
             ModelFailed: the provider failed, or reported impossible usage.
         """
-        return await self._models.task(provider, messages, tools, max_tokens, temperature, role)
+        return await self.run_owned(
+            self._models.task(provider, messages, tools, max_tokens, temperature, role)
+        )
 
     async def control_model(
         self,
@@ -182,7 +206,7 @@ class ExecutionServices:
             ModelFailed: the answer calls tools or is cut; its usage has been counted.
             BudgetExhausted, AccessDenied: as for :meth:`model`.
         """
-        return await self._models.control(role, messages, max_tokens, temperature)
+        return await self.run_owned(self._models.control(role, messages, max_tokens, temperature))
 
     # --- tools and effects --------------------------------------------------------------------------------
 
@@ -198,6 +222,9 @@ class ExecutionServices:
             call: name, id and arguments; arguments that do not fit the schema use no attempt.
             tools: tools beside the app's own, such as an agent's.
         """
+        return await self.run_owned(self._dispatch(call, tools))
+
+    async def _dispatch(self, call: ToolCall, tools: Sequence[Tool]) -> ToolResult:
         found = next((item for item in (*tools, *self.tools) if item.name == call.name), None)
         if found is None:
             return self._tool_done(call, f"there is no tool {call.name!r}", error=True)
@@ -205,17 +232,21 @@ class ExecutionServices:
             arguments = found.validate(call.arguments)
         except ToolArgumentError as error:
             return self._tool_done(call, str(error), error=True)
+        except Exception as error:  # a validator of the application's own
+            return self._tool_done(call, f"invalid arguments for {call.name}: {error}", error=True)
         verdict = await self._admit_tool(call.name, call.id)
         if not verdict.allowed:
             return self._tool_done(call, f"[denied] {verdict.reason}", error=True, denied=True)
         try:
-            value = await self._call_tool(found, arguments, call.id)
-            text = result_text(value)
-            text.encode()
-        except UnicodeEncodeError:
-            return self._tool_done(call, f"{call.name} gave text with a lone surrogate", error=True)
-        except Exception as error:
+            text = result_text(await self._call_tool(found, arguments, call.id))
+        except asyncio.CancelledError as error:
+            if self.cancelled or _being_cancelled():
+                raise
+            return self._tool_done(call, f"the tool was cancelled from inside: {error}", error=True)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             return self._tool_done(call, f"{type(error).__name__}: {error}", error=True)
+        if escape_surrogates(text) != text:
+            return self._tool_done(call, f"{call.name} gave text with a lone surrogate", error=True)
         return self._tool_done(call, text)
 
     async def dispatch_effect(
@@ -226,6 +257,11 @@ class ExecutionServices:
         Raises:
             ToolFailed: it was denied. What ``execute`` raises passes through.
         """
+        return await self.run_owned(self._dispatch_effect(name, arguments, execute))
+
+    async def _dispatch_effect(
+        self, name: str, arguments: Mapping[str, Any], execute: Callable[[dict[str, Any]], Awaitable[T]]
+    ) -> T:
         call_id = self.next_call_id()
         verdict = await self._admit_tool(name, call_id)
         if not verdict.allowed:
@@ -255,7 +291,8 @@ class ExecutionServices:
             arguments = {**arguments, "ctx": ToolContext(self, call_id)}
         if found.is_async:
             return await found.function(**arguments)
-        return await self.in_thread(functools.partial(found.function, **arguments))
+        value = await self.in_thread(functools.partial(found.function, **arguments))
+        return await value if inspect.isawaitable(value) else value
 
     def _tool_done(
         self, call: ToolCall, text: str, *, error: bool = False, denied: bool = False
@@ -263,6 +300,7 @@ class ExecutionServices:
         self._port.tell(
             ToolDone(participant=self.participant, call_id=call.id, tool_name=call.name, error=error)
         )
+        text = escape_surrogates(text)  # the text of an error may hold anything
         return ToolResult(call_id=call.id, tool_name=call.name, text=text, error=error, denied=denied)
 
     # --- delegates ----------------------------------------------------------------------------------------
@@ -288,49 +326,76 @@ class ExecutionServices:
         Raises:
             NotShippable: ``work`` cannot be copied; ``path`` names the member at fault.
             Unsupported: another placement.
+            ValidationFailed: ``work`` or ``budgets`` is something else.
+            InputError: the input or the name cannot be sent.
         """
         if placement != "pooled":
             raise Unsupported(
                 f"placement {placement!r} is not supported; use 'pooled'", operation=f"placement={placement}"
             )
-        label = name or getattr(work, "name", None) or getattr(work, "id", None) or "delegate"
+        _check_budgets(budgets)
+        label = str(name or getattr(work, "name", None) or getattr(work, "id", None) or "delegate")
+        check_id("name", label)
         spawn = Spawn(
             participant=self.participant,
             child_run_id=new_id("run"),
-            name=str(label),
+            name=label,
             input=check_content(input),
             budgets=budgets,
             placement=placement,
-            work=pickle_work(work, str(label)),
+            work=pickle_work(work, label),
         )
+        return await self.run_owned(self._delegate(spawn))
+
+    async def _delegate(self, spawn: Spawn) -> Delegate:
         child = Delegate(self, spawn.child_run_id, spawn.name)
-        await self.ask(spawn)
+        try:
+            await self.ask(spawn)
+        except asyncio.CancelledError:
+            child.cancel("nobody waits for it")  # it may have been started without our learning of it
+            raise
         child.follow(self.run_owned(child.wait()))
         return child
 
     # --- history, events, owned work ----------------------------------------------------------------------
 
     def append(self, messages: Sequence[Message]) -> None:
-        """Add messages to the canonical conversation (of a delegate: to its transcript)."""
+        """Add messages to the canonical conversation (of a delegate: to its transcript).
+
+        Raises:
+            InputError: not a message, text that no store can carry, or a tool result without its call.
+                Nothing was added then.
+        """
         self._record(messages, conversation=not self._is_root)
 
     def record_conversation(self, messages: Sequence[Message]) -> None:
-        """Add messages to this execution's conversation, and for the root to canonical history too."""
+        """Add messages to this execution's conversation, and for the root to canonical history too.
+
+        Raises:
+            InputError: as for :meth:`append`.
+        """
         self._record(messages, conversation=True)
 
     def _record(self, messages: Sequence[Message], *, conversation: bool) -> None:
         bodies = [encode_message(message) for message in messages]
-        if conversation:
-            self.transcript.extend(bodies)
+        pairing = copy.deepcopy(self._pairing)
+        for index, message in enumerate(messages):
+            try:
+                pairing.add(message)
+            except ValueError as error:
+                raise InputError(f"messages[{index}] {error}") from None
         if self._is_root:
-            self._history.extend(bodies)
-            self._port.tell(
+            self.tell(
                 Record(
                     canonical=bodies,
                     conversation=bodies if conversation else (),
                     execution_id=self.request.run_id,
                 )
             )
+            self._history.extend(bodies)
+        if conversation:
+            self.transcript.extend(bodies)
+        self._pairing = pairing
 
     @property
     def _is_root(self) -> bool:
@@ -347,7 +412,7 @@ class ExecutionServices:
         Raises:
             InputError: not a payload, too large, or of a type that only the runtime emits.
         """
-        self._port.tell(Emit(participant=self.participant, payload=check_payload(payload)))
+        self.tell(Emit(participant=self.participant, payload=check_payload(payload)))
 
     def emit_text(self, text: str) -> None:
         """Add ``text.delta`` events, in pieces of at most 8,192 characters; a delegate's text stays inside."""
@@ -357,7 +422,16 @@ class ExecutionServices:
             self.emit(TextDelta(text[start : start + MAX_DELTA]))
 
     def run_owned(self, work: Awaitable[T]) -> asyncio.Task[T]:
-        """Register work that the run must wait for; what it raises after the driver returned fails the run."""
+        """Register work that the run must wait for; what it raises after the driver returned fails the run.
+
+        Every call of a model, a tool or a delegate is registered by itself.
+        """
+        try:
+            self._check_running()
+        except InputError:
+            if inspect.iscoroutine(work):
+                work.close()
+            raise
         task = asyncio.ensure_future(_awaited(work))
         self._owned.add(task)
         task.add_done_callback(self._owned.discard)
@@ -365,10 +439,14 @@ class ExecutionServices:
 
     async def settle_owned(self) -> None:
         """Wait for owned work that is still pending; raise the first failure."""
+        await asyncio.sleep(0)  # tasks that the driver has just made come to register their calls
         while pending := list(self._owned):
             await asyncio.wait(pending)
             for task in pending:
-                task.result()
+                error = None if task.cancelled() else task.exception()
+                # A delegate that its parent cancelled is no failure of the parent.
+                if error is not None and not (isinstance(error, RetinueError) and error.code == "cancelled"):
+                    raise error
 
     async def cancel_owned(self) -> None:
         """Cancel owned work and wait until it is gone; its outcome is nobody's any more."""
@@ -380,20 +458,32 @@ class ExecutionServices:
                 if not task.cancelled():
                     task.exception()
 
+    def end(self) -> None:
+        """The driver has ended and its work is gone: whoever still has these services is refused."""
+        self._ended = True
+
+    def _check_running(self) -> None:
+        if self._ended:
+            raise InputError("the run has ended; its services cannot be used any more", code="run_finished")
+
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Run a blocking function in the tool threads; a cancellation waits until it has returned."""
-        context = contextvars.copy_context()
-        work = asyncio.get_running_loop().run_in_executor(self._threads, context.run, function)
+        work = self._threads.submit(contextvars.copy_context().run, function)
+        waiting = asyncio.wrap_future(work)
         try:
-            return await asyncio.shield(work)
+            return await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            await asyncio.wait([work])
-            if work.done() and not work.cancelled():
-                work.exception()
+            # What has not begun never will; a thread that runs cannot be stopped from outside.
+            if not work.cancel():
+                while not waiting.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([waiting])
+                waiting.exception()
             raise
 
     async def ask(self, message: ParticipantMessage) -> RootReply:
         """Ask the root; a rejection is raised as its error, or as cancellation when the run is ending."""
+        self._check_running()
         reply = await self._port.ask(message)
         if isinstance(reply, Rejected):
             if reply.cancelled:
@@ -402,11 +492,24 @@ class ExecutionServices:
         return reply
 
     def tell(self, message: ParticipantMessage) -> None:
+        self._check_running()
         self._port.tell(message)
 
 
 async def _awaited(work: Awaitable[T]) -> T:
     return await work
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _check_budgets(budgets: object) -> None:
+    if budgets is not None and not isinstance(budgets, Budgets):
+        raise ValidationFailed(
+            f"budgets must be a retinue.Budgets, not {type(budgets).__name__}", path="budgets"
+        )
 
 
 __all__ = ["Custom", "Delegate", "ExecutionServices", "RetinueError", "RootPort", "ToolContext"]

@@ -7,21 +7,23 @@ reads of the session conflict (contract section 1). Everything here happens on t
 from __future__ import annotations
 
 import asyncio
-
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from retinue.config import RuntimeConfig
 from retinue.errors import InputError, LeaseLost, NotFound, RetinueError, SessionConflict
 from retinue.ids import SessionAddress
-from retinue.messages import Message, check_structure, decode_message, encode_message
+from retinue.messages import Message, check_structure, close_open_calls, decode_message, encode_message
 from retinue.protocol import EventPageReply, RunStatus, Settled, StartRun
 from retinue.runs import Run, RunEnvironment
 from retinue.store import Lease, LeaseGrant, RunRecord, Store, StoredSession
+
+T = TypeVar("T")
 
 FINISHED_RUNS = 8
 """Finished runs that stay readable from memory; older ones are read from the store."""
@@ -90,6 +92,9 @@ class Session:
         self._app = app
         self._slot: str | None = None
         """Id of the run that has the session, or what else does."""
+        self._free = asyncio.Event()
+        """Nothing has the slot."""
+        self._leaving: asyncio.Task[None] | None = None
         self._running: Run | None = None
         self._task: asyncio.Task[None] | None = None
         self._runs: OrderedDict[str, Run] = OrderedDict()
@@ -113,7 +118,7 @@ class Session:
         Raises:
             SessionConflict: another run has the session; ``run_id`` names it.
             LeaseLost: another process has the session; this activation is over.
-            StoreUnavailable: the record could not be stored; nothing was started.
+            StoreUnavailable: nobody knows whether the record was stored; nothing was started.
         """
         if start.run_id in self._runs:
             return self._runs[start.run_id].status()
@@ -127,7 +132,7 @@ class Session:
             run = Run(start, self, self._config, self._environment)
             await self._record(run)
         except BaseException as error:
-            self._slot = None
+            self._free_slot()
             accepting.set_exception(error if isinstance(error, Exception) else RetinueError("interrupted"))
             self._check_fenced(error)
             raise
@@ -154,7 +159,9 @@ class Session:
         run.hops += 1
         stored = await self.store.open_run(self.lease, record)
         if stored.outcome is not None:
-            raise InputError(f"run {start.run_id} has already ended", code="run_finished", run_id=start.run_id)
+            raise InputError(
+                f"run {start.run_id} has already ended", code="run_finished", run_id=start.run_id
+            )
 
     def _begin(self, run: Run) -> None:
         self.runs_started += 1
@@ -164,6 +171,8 @@ class Session:
         self._running = run
         if (reason := self._cancelled_ahead.pop(run.run_id, None)) is not None:
             run.cancel(reason)
+        elif self.closing is not None:
+            run.cancel(f"the session is being closed ({self.closing})")
         self._task = asyncio.ensure_future(self._execute(run))
 
     async def _execute(self, run: Run) -> None:
@@ -171,8 +180,7 @@ class Session:
             await run.execute()
         finally:
             self._running = None
-            self._slot = None
-            self.last_used = time.monotonic()
+            self._free_slot()
             if run.fenced:
                 self._fenced = True
 
@@ -187,6 +195,12 @@ class Session:
                 run_id=self._slot,
             )
         self._slot = holder
+        self._free.clear()
+        self.last_used = time.monotonic()
+
+    def _free_slot(self) -> None:
+        self._slot = None
+        self._free.set()
         self.last_used = time.monotonic()
 
     def _check_fenced(self, error: BaseException) -> None:
@@ -208,6 +222,10 @@ class Session:
         if run is None:
             raise NotFound(f"run {run_id} is not in this process", run_id=run_id)
         return run
+
+    def knows(self, run_id: str) -> bool:
+        """Whether the run is in memory."""
+        return run_id in self._runs
 
     def cancel(self, run_id: str, reason: str) -> RunStatus | None:
         """Cancel a run; one that was not started yet is remembered, and starts cancelled."""
@@ -242,15 +260,17 @@ class Session:
 
     async def import_legacy(self, messages: Sequence[Message]) -> None:
         """Replace everything by display-only history (contract section 1). Conflicts with a run."""
+        bodies = [encode_message(message) for message in messages]
         try:
             check_structure(messages)
-        except ValueError as error:
+        except (ValueError, AttributeError) as error:
             raise InputError(f"the history to import is broken: {error}") from None
-        bodies = [encode_message(message) for message in messages]
+        missing = close_open_calls(messages, "the imported conversation ended before it")
+        bodies.extend(encode_message(message) for message in missing)
         await self._exclusively("an import", lambda: self.store.replace(self.lease, bodies))
         self.revision, self.replayable, self.history, self.state = 0, False, bodies, b"{}"
 
-    async def _exclusively(self, what: str, operation: Callable[[], Awaitable[Any]]) -> Any:
+    async def _exclusively(self, what: str, operation: Callable[[], Awaitable[T]]) -> T:
         self._take_slot(what)
         try:
             return await operation()
@@ -258,31 +278,36 @@ class Session:
             self.fence()
             raise
         finally:
-            self._slot = None
+            self._free_slot()
 
     # --- leaving ------------------------------------------------------------------------------------------
 
     async def passivate(self, reason: DeactivationReason) -> bool:
         """Leave memory, unless something is going on: give the lease back, refuse what comes later."""
-        if self.closing is not None:
-            return True
         if self.busy:
             return False
-        self.closing = reason
-        if not self._fenced:
-            try:
-                await self.store.release(self.lease)
-            except RetinueError:
-                pass  # it runs out by itself
+        await self._leave(reason)
         return True
 
     async def close(self, reason: str) -> None:
-        """Cancel what runs, wait until it is gone, and leave."""
+        """Refuse what comes, cancel what runs, wait until it is gone, and leave."""
+        self.closing = self.closing or "shutting_down"
         if self._running is not None:
             self._running.cancel(reason)
-        if self._task is not None:
-            await asyncio.wait([self._task])
-        await self.passivate("shutting_down")
+        if self.busy:
+            await self._free.wait()
+        await self._leave("shutting_down")
+
+    async def _leave(self, reason: DeactivationReason) -> None:
+        self.closing = self.closing or reason
+        if self._leaving is None:
+            self._leaving = asyncio.ensure_future(self._release())
+        await asyncio.shield(self._leaving)
+
+    async def _release(self) -> None:
+        if not self._fenced:
+            with contextlib.suppress(RetinueError):  # it runs out by itself
+                await self.store.release(self.lease)
 
     def fence(self) -> None:
         """Another process has the session: nothing more is written from here."""

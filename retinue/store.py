@@ -45,7 +45,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """Boot of the machine and process-id namespace; process ids mean nothing outside of it."""
     pid: int
     started_at: float
-    """Start time of the process, so that a reused process id is not mistaken for it."""
+    """Start of the process in seconds after boot, so that a reused process id is not mistaken for it."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,7 +54,7 @@ def plan_messages(team: Team, history: Sequence[Message], text: str) -> list[Mes
 
 
 def plan_members(messages: Sequence[Message]) -> list[tuple[str, str]] | None:
-    """The (name, description) of each member that a plan request lists; ``None`` when it is no such request."""
+    """The (name, description) of each member in a plan request; ``None`` when it is no such request."""
     for message in messages:
         if message.role == "system" and _PLAN_FORM in message.text:
             return [(name, description) for name, description in _MEMBER.findall(message.text)]
@@ -113,8 +113,8 @@ _SYNTHESIS_FORM = "Compose one answer to the request from the members' outputs"
 _SYNTHESIS = """\
 You coordinate the team {team}. The members have worked on the user's request. {form}, and from nothing else:
 - Say first what answers the request; leave out what does not bear on it, and what another member said too.
-- Where an output gives a source in square brackets, such as [file:line], keep it right after the statement that \
-rests on it, exactly as written. Never make up a source.
+- Where an output gives a source in square brackets, such as [file:line], keep it right after the statement \
+that rests on it, exactly as written. Never make up a source.
 - Where members contradict each other, say so, with both sources.
 - Where a member failed, say in one sentence what is therefore missing. Where no output answers the request, \
 say that.
@@ -142,7 +142,7 @@ def synthesis_messages(
 
 
 def synthesis_material(messages: Sequence[Message]) -> tuple[str, list[MemberOutput]] | None:
-    """The user's text and the members' outputs in a synthesis request; ``None`` when it is no such request."""
+    """The user's text and the members' outputs in a synthesis request; ``None`` when it is none."""
     asked = any(message.role == "system" and _SYNTHESIS_FORM in message.text for message in messages)
     last = messages[-1].text if messages and messages[-1].role == "user" else ""
     request = _REQUEST.match(last)

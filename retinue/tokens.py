@@ -30,7 +30,9 @@ def estimate_text(text: str, model_id: str = "") -> int:
     return math.ceil(len(text) / characters_per_token(model_id))
 
 
-def estimate_messages(messages: Sequence[Message], tools: Sequence[ToolSchema] = (), model_id: str = "") -> int:
+def estimate_messages(
+    messages: Sequence[Message], tools: Sequence[ToolSchema] = (), model_id: str = ""
+) -> int:
     """Tokens of a request: its texts, tool calls, provider extras and tool schemas, 4 more a message."""
     total = 0
     for message in messages:

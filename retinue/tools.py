@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_type_hints, overload
 
 import msgspec
@@ -16,7 +16,6 @@ from retinue.models import ToolSchema
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from retinue.services import ToolContext
 
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*\Z")
 """What tools, agents, roles and drivers may be called (contract section 3)."""
@@ -57,9 +56,7 @@ class Tool:
         self.__doc__ = self.description
         self.__module__ = getattr(function, "__module__", type(self).__module__)
         self._qualname = getattr(function, "__qualname__", "")
-        self._arguments = _arguments_model(self.name, function)
-        self.parameters: dict[str, Any] = self._arguments.model_json_schema()
-        self.parameters.pop("title", None)
+        self._names, self._arguments, self.parameters = _arguments_model(self.name, function)
 
     @property
     def schema(self) -> ToolSchema:
@@ -78,7 +75,7 @@ class Tool:
                 for problem in error.errors(include_url=False, include_input=False)
             )
             raise ToolArgumentError(f"invalid arguments for {self.name}: {problems}") from None
-        return {name: getattr(parsed, name) for name in type(parsed).model_fields}
+        return {name: getattr(parsed, field) for field, name in self._names.items()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The plain function, for use outside of a run; nothing is counted or gated."""
@@ -94,7 +91,7 @@ class Tool:
         module = self.__module__
         by_value = module == "__main__" or module in cloudpickle.list_registry_pickle_by_value()
         if not by_value and getattr(sys.modules.get(module), self._qualname, None) is self:
-            return self._qualname
+            return str(self._qualname)
         return _rebuild, (self.function, self.name, self.description)
 
 
@@ -102,14 +99,23 @@ def _rebuild(function: Callable[..., Any], name: str, description: str) -> Tool:
     return Tool(function, name=name, description=description)
 
 
-def _arguments_model(name: str, function: Callable[..., Any]) -> type[BaseModel]:
+def _arguments_model(
+    name: str, function: Callable[..., Any]
+) -> tuple[dict[str, str], type[BaseModel], dict[str, Any]]:
+    """Parameters by the model's field names, the model, and its JSON schema.
+
+    Fields are numbered and parameters are their aliases, because a parameter may be called what a field may
+    not (``schema``, ``_id``).
+    """
     from pydantic import ConfigDict, Field, create_model
+    from pydantic.errors import PydanticUserError
 
     target = function if inspect.isroutine(function) else type(function).__call__
     try:
         hints = get_type_hints(target, include_extras=True)
     except NameError as error:
         raise ValidationFailed(f"tool {name}: a type hint cannot be resolved: {error}", path=name) from None
+    names: dict[str, str] = {}
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name == _CONTEXT_PARAMETER:
@@ -120,14 +126,27 @@ def _arguments_model(name: str, function: Callable[..., Any]) -> type[BaseModel]
                 path=f"{name}.{parameter.name}",
             )
         default = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (hints.get(parameter.name, Any), Field(default=default))
-    return create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
+        field = f"p{len(names)}"
+        names[field] = parameter.name
+        fields[field] = (hints.get(parameter.name, Any), Field(default=default, alias=parameter.name))
+    try:
+        model = create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
+        schema = model.model_json_schema()
+    except PydanticUserError as error:
+        why = str(error).splitlines()[0]
+        raise ValidationFailed(
+            f"tool {name}: its parameters cannot be described: {why}", path=name
+        ) from None
+    schema.pop("title", None)
+    return names, model, schema
 
 
 @overload
 def tool(function: Callable[..., Any], /) -> Tool: ...
 @overload
-def tool(*, name: str | None = None, description: str | None = None) -> Callable[[Callable[..., Any]], Tool]: ...
+def tool(
+    *, name: str | None = None, description: str | None = None
+) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(
     function: Callable[..., Any] | None = None, /, *, name: str | None = None, description: str | None = None
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
@@ -138,6 +157,20 @@ def tool(
     if function is not None:
         return Tool(function)
     return lambda target: Tool(target, name=name, description=description)
+
+
+def check_tools(tools: Sequence[object], path: str) -> tuple[Tool, ...]:
+    """``tools`` as a tuple; :class:`ValidationFailed` names the member that is no tool, or a repeated name."""
+    checked: list[Tool] = []
+    for index, item in enumerate(tools):
+        if not isinstance(item, Tool):
+            raise ValidationFailed(
+                f"{path}[{index}] is {item!r:.80}; decorate it with @tool", path=f"{path}[{index}]"
+            )
+        if item.name in (other.name for other in checked):
+            raise ValidationFailed(f"{path} has two tools named {item.name}", path=path)
+        checked.append(item)
+    return tuple(checked)
 
 
 class ToolResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,7 +65,11 @@ class Participant:
     parent: Participant | None
     attempt_id: str
     launching: asyncio.Task[None] | None = None
-    ended: asyncio.Future[ChildEnded] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ended: asyncio.Future[ChildEnded] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    stopped: str | None = None
+    """Why nothing more is admitted for it, once it is being cancelled."""
     hops: int = 0
 
     @property
@@ -122,6 +126,9 @@ class Tree:
         self._closed = False
         self._participants: dict[str, Participant] = {ROOT: self.root}
         self._stopped: str | None = None
+        self._held = 0
+        """Messages that wait for room in the event log; later ones wait behind them."""
+        self._line = asyncio.Lock()
 
     # --- requests of participants -------------------------------------------------------------------------
 
@@ -129,11 +136,20 @@ class Tree:
         """The reply to a participant's message; an awaitable where it takes until something happens."""
         self.messages_received += 1
         room = self._room()
-        return self._handle_now(message) if room is None else self._handle_later(message, room)
+        if room is None and not self._held:
+            return self._handle_now(message)
+        self._held += 1
+        return self._handle_later(message, room)
 
-    async def _handle_later(self, message: ParticipantMessage, room: Awaitable[None]) -> RootReply:
-        await room
-        reply = self._handle_now(message)
+    async def _handle_later(self, message: ParticipantMessage, room: Awaitable[None] | None) -> RootReply:
+        try:
+            async with self._line:
+                while room is not None:
+                    await room
+                    room = self._room()
+                reply = self._handle_now(message)
+        finally:
+            self._held -= 1
         return await reply if isinstance(reply, Awaitable) else reply
 
     def _handle_now(self, message: ParticipantMessage) -> RootReply | Awaitable[RootReply]:
@@ -141,11 +157,17 @@ class Tree:
             return Rejected(error={"code": "run_finished", "message": "the run has ended"}, cancelled=True)
         participant = self._participants.get(message.participant if not isinstance(message, Record) else ROOT)
         if participant is None:
-            return Rejected(error={"code": "run_finished", "message": "this tree does not know the participant"})
+            return Rejected(
+                error={"code": "run_finished", "message": "this tree does not know the participant"}
+            )
+        if participant.ended.done() and not isinstance(message, SettleModel | Finished):
+            return self._stop_reply(participant)
         try:
             return self._handle(participant, message)
         except RetinueError as error:
             return Rejected(error=error.to_payload())
+        except Exception as error:  # a defect of ours must not leave the participant waiting
+            return Rejected(error={"code": "execution_failed", "message": f"{type(error).__name__}: {error}"})
 
     def _handle(
         self, participant: Participant, message: ParticipantMessage
@@ -175,8 +197,8 @@ class Tree:
         return Acknowledged()
 
     def _admit_model(self, participant: Participant, message: AdmitModel) -> RootReply:
-        if self._stopped is not None or participant.ended.done():
-            return self._stop_reply()
+        if self._stopping(participant) is not None:
+            return self._stop_reply(participant)
         if message.role not in self._request.grants.model_roles:
             raise AccessDenied(f"model role {message.role!r} is not granted to this run", role=message.role)
         grant = self.ledger.admit_model(
@@ -186,24 +208,34 @@ class Tree:
         return ModelAdmitted(max_tokens=grant.max_tokens)
 
     def _settle_model(self, participant: Participant, message: SettleModel) -> None:
-        self.ledger.settle_model(
-            participant.account, message.call_id, message.usage, started=message.started
-        )
+        self.ledger.settle_model(participant.account, message.call_id, message.usage, started=message.started)
         self._publish()
-        if message.answered and self._stopped is None:
+        if message.answered and self._stopping(participant) is None:
             self._emit(ModelComplete(message.provider_id, message.model_id, message.usage), participant)
 
     def _admit_tool(self, participant: Participant, message: AdmitTool) -> RootReply:
-        if self._stopped is not None or participant.ended.done():
-            return self._stop_reply()
+        if self._stopping(participant) is not None:
+            return self._stop_reply(participant)
         if message.tool_name not in self._request.grants.tool_ids:
             return ToolAdmitted(allowed=False, reason=f"{message.tool_name} is not granted to this run")
         allowed = self.ledger.admit_tool(participant.account, message.call_id)
         self._publish()
-        return ToolAdmitted(allowed=allowed, reason="" if allowed else "the tool call budget is exhausted")
+        if not allowed:
+            return ToolAdmitted(allowed=False, reason="the tool call budget is exhausted")
+        if self._request.run_mode == "plan":
+            # Contract section 7: an effect that nobody declared is "unknown", which asks, and nobody answers.
+            why = f"approval_required: {message.tool_name} may have effects, and this run only plans"
+            return ToolAdmitted(allowed=False, reason=why)
+        return ToolAdmitted(allowed=True)
 
-    def _stop_reply(self) -> Rejected:
-        return Rejected(error={"code": "cancelled", "message": self._stopped or "ended"}, cancelled=True)
+    def _stopping(self, participant: Participant) -> str | None:
+        """Why nothing more is admitted for a participant."""
+        ended = "it has ended" if participant.ended.done() else None
+        return self._stopped or participant.stopped or ended
+
+    def _stop_reply(self, participant: Participant) -> Rejected:
+        why = self._stopping(participant) or "the run has ended"
+        return Rejected(error={"code": "cancelled", "message": why}, cancelled=True)
 
     def _publish(self) -> None:
         self.budget = self.ledger.snapshot()
@@ -222,13 +254,13 @@ class Tree:
     @property
     def hops(self) -> int:
         """Remote calls on the longest path through a delegate."""
-        return max((child.hops for child in self._participants.values()), default=0)
+        return max(child.hops for child in list(self._participants.values()))
 
     def _spawn(self, parent: Participant, message: Spawn) -> RootReply:
         if message.child_run_id in self._participants:
             return Spawned()
-        if self._stopped is not None or parent.ended.done():
-            return self._stop_reply()
+        if self._stopping(parent) is not None:
+            return self._stop_reply(parent)
         child = Participant(message.child_run_id, message.name, parent, new_id("attempt"))
         self._participants[child.run_id] = child
         self.ledger.open_account(child.account, parent.account, message.budgets)
@@ -249,20 +281,18 @@ class Tree:
             work=message.work,
             token_limited=self._token_limited or _limits_tokens(message),
         )
-        child.launching = asyncio.ensure_future(self._launch(child, order))
+        child.launching = asyncio.ensure_future(self._launcher.launch(order, self))
+        child.launching.add_done_callback(lambda launching: self._launched(child, launching))
         return Spawned()
 
-    async def _launch(self, child: Participant, order: ChildOrder) -> None:
-        try:
-            await self._launcher.launch(order, self)
-        except asyncio.CancelledError:
+    def _launched(self, child: Participant, launching: asyncio.Task[None]) -> None:
+        child.launching = None
+        # A task that is cancelled before its first step runs none of its code: hence a callback.
+        if launching.cancelled():
             self._end(child, Finished(participant=child.run_id, cancelled=True))
-            return
-        except Exception as error:
+        elif (error := launching.exception()) is not None:
             failure = error if isinstance(error, RetinueError) else ChildLost(f"{child.name}: {error}")
             self._end(child, Finished(participant=child.run_id, error=failure.to_payload()))
-            return
-        child.launching = None
 
     def _child(self, run_id: str) -> Participant:
         child = self._participants.get(run_id)
@@ -291,7 +321,6 @@ class Tree:
     def _end(self, child: Participant, finished: Finished) -> None:
         if child.ended.done():
             return
-        child.launching = None
         child.hops = finished.hops
         self.ledger.lose(child.account)
         self._publish()
@@ -319,6 +348,7 @@ class Tree:
         for target in (child, *(other for other in self._live_children() if other.is_below(child))):
             if target.ended.done():
                 continue
+            target.stopped = target.stopped or reason
             if target.launching is not None:
                 target.launching.cancel()
             self._launcher.cancel(target.run_id, reason)
@@ -336,9 +366,14 @@ class Tree:
         self._closed = True
 
     async def settled(self) -> None:
-        """Wait until every delegate is gone."""
-        while live := self._live_children():
-            await asyncio.wait([child.ended for child in live])
+        """Wait until every delegate is gone and every message was taken in."""
+        while self._held or self._live_children():
+            if live := self._live_children():
+                await asyncio.wait([child.ended for child in live])
+            async with self._line:
+                await asyncio.sleep(0)
+        self.ledger.lose(ROOT)
+        self._publish()
 
 
 def _limits_tokens(message: Spawn) -> bool:

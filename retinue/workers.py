@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import logging
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 TOOL_THREADS = 32
 """Sync tools of one process that run at once."""
@@ -22,12 +26,21 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._stopping = False
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        while not self._stopping:
+            try:
+                self.loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                # asyncio lets these out of the loop as well as into the task's result; a tool that calls
+                # sys.exit() must not take everybody else's work with it.
+                logger.exception("a task on the loop %s raised", self._thread.name)
+        self._ended.set_result(None)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine there; cancelling the future cancels it."""
@@ -42,16 +55,32 @@ class LoopThread:
         if not self._thread.is_alive():
             return
         if not self.is_current:
-            ending = asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop)
-            try:
+            ending = self.submit(_cancel_all())
+            with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
                 ending.result(timeout)
-            except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-                pass
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._stop_running()
         if not self.is_current:
             self._thread.join(timeout)
             if not self._thread.is_alive():
                 self.loop.close()
+
+    async def stopped(self, timeout: float = 5.0) -> None:
+        """:meth:`stop` from a coroutine of another loop, which goes on meanwhile."""
+        if not self._thread.is_alive():
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await asyncio.wrap_future(self.submit(_cancel_all()))
+        self._stop_running()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await asyncio.wrap_future(self._ended)
+                self._thread.join()
+                self.loop.close()
+
+    def _stop_running(self) -> None:
+        self._stopping = True
+        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 async def _cancel_all() -> None:
@@ -76,5 +105,11 @@ class Workers:
         return self._loop_thread.submit(work)
 
     def stop(self) -> None:
+        """Cancel what runs and end the threads."""
         self._loop_thread.stop()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    async def stopped(self) -> None:
+        """:meth:`stop` from a coroutine of another loop, which goes on meanwhile."""
+        await self._loop_thread.stopped()
         self.threads.shutdown(wait=False, cancel_futures=True)

@@ -86,7 +86,7 @@ def read_folder(folder: Path) -> Folder:
     """The documents below a folder, hidden files and folders left out.
 
     Raises:
-        InputError: there is no such folder, it is a file, it cannot be listed, or it has no readable document.
+        InputError: there is no such folder, it is a file, it cannot be listed, or it has nothing to read.
     """
     if not folder.exists():
         raise InputError(
@@ -194,8 +194,8 @@ def digest(data: bytes) -> str:
 def plan_parts(documents: Sequence[Document], delegates: int) -> list[tuple[Part, ...]]:
     """The parts of each delegate: every line of every document exactly once, about equally much for each.
 
-    With more documents than delegates one delegate gets several, next to each other in order; with fewer, long
-    documents are split into shards at headings and paragraphs.
+    With more documents than delegates one delegate gets several, next to each other in order; with fewer,
+    long documents are split into shards at headings and paragraphs.
 
     Args:
         documents: what is to be read.
@@ -228,9 +228,7 @@ def _shards(document: Document, count: int) -> Iterator[Part]:
         ideal, reach = total * number / count, total / count * 0.4
         candidates = [index for index in range(cuts[-1] + 1, len(lines)) if abs(ends[index] - ideal) <= reach]
         if candidates:
-            cuts.append(
-                min(candidates, key=lambda at: penalties[at] + abs(ends[at] - ideal) / reach)
-            )
+            cuts.append(min(candidates, key=lambda at: penalties[at] + abs(ends[at] - ideal) / reach))
     for first, end in zip(cuts, [*cuts[1:], len(lines)], strict=True):
         yield _part(document, first + 1, end, ends[end] - ends[first])
 

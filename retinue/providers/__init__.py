@@ -20,13 +20,14 @@ def model_from_name(spec: str, base_url: str | None = None) -> ModelClient:
         base_url: of an OpenAI-compatible server, such as ``http://127.0.0.1:8080/v1``; for ``openai:`` only.
 
     Raises:
-        ValidationFailed: an unknown name, a base URL that is none or is not for this model, or the SDK is missing.
+        ValidationFailed: an unknown name, a base URL that is none or not for this model, or no SDK.
     """
     provider, _, name = spec.strip().partition(":")
     if provider == "extractive" and not name:
         if base_url is not None:
             raise ValidationFailed(
-                f'the embedded model talks to no server; leave --base-url {base_url} out, or use --model "openai:NAME"',
+                f"the embedded model talks to no server: leave the base URL {base_url} out, or use "
+                '--model "openai:NAME"',
                 path="base_url",
             )
         from retinue.providers.extractive import ExtractiveModel

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ _TASK_LINE = re.compile(r"(question|earlier question|earlier finding): (.*)\Z")
 _REFERS_BACK = re.compile(
     r"\b(?:it|its|they|them|their|this|that|these|those|he|she|him|her|there|then|same|such|one|ones|former|latter"
     r"|above|earlier|previous|you said|more|else|again|instead|also|too|otherwise)\b"
-    r"|\A\W*(?:and|but|or|so|why|how so|what about|how about|what if|in that case|when|where|who|really|go on)\b",
+    r"|\A\W*(?:and|but|or|so|why|how so|what about|how about|what if|in that case|when|where|who|really)\b",
     re.IGNORECASE,
 )
 _FEW_WORDS = 3
@@ -139,11 +139,11 @@ def _arguments(schema: ToolSchema, sources: Sequence[str]) -> list[dict[str, Any
 def _values(text: str, name: str, schema: dict[str, Any]) -> list[Any]:
     """The values of one parameter in ``name: value`` lines, each once, in order, as the schema's type."""
     lines = re.findall(rf"^[ \t]*(?:[-*][ \t]+)?{re.escape(name)}:[ \t]*(\S.*?)[ \t]*$", text, re.MULTILINE)
-    parse = {"integer": int, "number": float, "boolean": _boolean, "string": str}.get(
-        schema.get("type", "string")
-    )
+    parse = _PARSERS.get(schema.get("type", "string"))
+    if parse is None:
+        return []
     values: list[Any] = []
-    for line in dict.fromkeys(lines) if parse else ():
+    for line in dict.fromkeys(lines):
         try:
             values.append(parse(line))
         except ValueError:
@@ -155,6 +155,14 @@ def _boolean(text: str) -> bool:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     raise ValueError(text)
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": _boolean,
+}
 
 
 def _fitting(calls: Sequence[ToolCall], limit: int | None) -> Iterator[ToolCall]:
@@ -214,7 +222,7 @@ def _may_refer_back(question: str) -> bool:
 
 
 async def _answers(messages: Sequence[Message]) -> Iterator[str]:
-    """An answer from the tool results of this turn, or else from the text in the messages; then shorter ones."""
+    """An answer from this turn's tool results, or else from the text in the messages; then shorter ones."""
     asked, results = _turn(messages)
     question, rest = _read_task(messages, asked)
     names = _call_names(messages)

@@ -1,7 +1,7 @@
 """Findings of the embedded model: cited sentences as text, and the same text read back.
 
-A finding is a line of a list, ``- It waits 15 s. [guide.md:12] Then it gives up. [guide.md:13]``, under a line
-that says where it stands, ``From guide.md, "Timeouts":``.
+A finding is a line of a list, ``- It waits 15 s. [guide.md:12] Then it gives up. [guide.md:13]``, under a
+line that says where it stands, ``From guide.md, "Timeouts":``.
 """
 
 from __future__ import annotations
@@ -131,6 +131,8 @@ def _read_line(line: str, heading: str) -> list[Finding]:
     position = 0
     for match in _CITATION.finditer(line):
         sentence = line[position : match.start()].strip(" ;,")
+        if pieces:
+            sentence = sentence.lstrip(".!?: ")  # the stop that follows a citation belongs before it
         if sentence:
             pieces.append((sentence, match[0]))
         elif pieces:
@@ -158,7 +160,7 @@ def compose(groups: Sequence[Sequence[Finding]], question: Question, most: int) 
                 heading = group[place].heading
                 sentences.append(Sentence(group[place].plain, None, None, headings=(heading,), rank=place))
     # Every finding has the question's main words: how rare they are among findings says little.
-    chosen = distinct(rank(sentences, question, least_idf=0.6), most, least_share=0.4)
+    chosen = distinct(rank(sentences, question, least_idf=0.8), most, least_share=0.5)
     of = {id(sentence): finding for sentence, finding in zip(sentences, findings, strict=True)}
     picked = [of[id(item.sentence)] for item in chosen] or findings[:most]
     lead, others = picked[:1], picked[1:]

@@ -45,16 +45,16 @@ class OpenAIChatModel:
 
     model: str
     base_url: str | None = None
-    """``http://127.0.0.1:8080/v1``; of the environment's OPENAI_BASE_URL or OpenAI itself when left out."""
+    """``http://127.0.0.1:8080/v1``; OPENAI_BASE_URL of the environment, or OpenAI itself, when left out."""
     api_key_env: str = "OPENAI_API_KEY"
     """Name of the environment variable that holds the key, in the process that makes the call."""
     timeout: float = DEFAULT_TIMEOUT
     """Seconds for one answer."""
     limit_parameter: LimitParameter | None = None
-    """How the server calls the output cap; by default ``max_completion_tokens`` at OpenAI, else ``max_tokens``."""
+    """What the server calls the output cap: ``max_completion_tokens`` at OpenAI, else ``max_tokens``."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
+        if not self.model:
             raise ValidationFailed("an OpenAI model needs a name, such as gpt-5-mini", path="model")
         if self.base_url is not None:
             parts = urlsplit(self.base_url)
@@ -116,9 +116,9 @@ class OpenAIChatModel:
         key = os.environ.get(self.api_key_env, "").strip()
         if not key and self.server == DEFAULT_BASE_URL:
             raise ModelFailed(
-                f"{self._called} needs a key: set ${self.api_key_env} in the environment of the process that makes "
-                "the call (of a standing cluster: where the cluster was started), or name a server of your own "
-                "with a base URL",
+                f"{self._called} needs a key: set ${self.api_key_env} in the environment of the process that "
+                "makes the call (of a standing cluster: where the cluster was started), or name a server of "
+                "your own with a base URL",
                 started=False,
             )
         return key or _NO_KEY
@@ -177,8 +177,8 @@ class OpenAIChatModel:
         except (ValueError, LookupError, TypeError, AttributeError):
             said = _quote(_error_text(body) or body[:_LONGEST_QUOTE].decode("utf-8", "replace"), key)
             raise ModelFailed(
-                f"{self._called} answered something that is no chat completion: {said or '(nothing)'}. Check that "
-                "the base URL is the API's root, which usually ends in /v1"
+                f"{self._called} answered something that is no chat completion: {said or '(nothing)'}. Check "
+                "that the base URL is the API's root, which usually ends in /v1"
             ) from None
         finish = choice.get("finish_reason")
         tool_calls = tuple(self._tool_call(call, names, finish) for call in calls)
@@ -206,8 +206,8 @@ class OpenAIChatModel:
         if not isinstance(parsed, dict):
             why = ": the answer was cut at the output cap" if finish == "length" else ""
             raise ModelFailed(
-                f"{self._called} called {names.from_wire(name)} with arguments that are no JSON object{why}; no tool "
-                "was run"
+                f"{self._called} called {names.from_wire(name)} with arguments that are no JSON object{why}; "
+                "no tool was run"
             )
         return ToolCall(call_id, names.from_wire(name), parsed)
 
@@ -227,7 +227,7 @@ class OpenAIChatModel:
         elif status == 429:
             step = "too many requests, or no quota left: wait, use fewer delegates, or check the account"
         elif status in (400, 413, 422):
-            step = "the server does not take this request: a smaller part, a model with more context, or other options"
+            step = "the server does not take this request: try a smaller part, or a model with more context"
         elif status >= 500:
             step = "the server failed: try again, or look into its log"
         else:
@@ -242,14 +242,15 @@ class OpenAIChatModel:
         if kind in _NEVER_CONNECTED:
             why = str(cause) or kind
             raise ModelFailed(
-                f"no server answers at {self.server} ({why}); check that it runs, that host and port of the base URL "
-                "are right, and that this machine may reach it",
+                f"no server answers at {self.server} ({why}); check that it runs, that host and port of the "
+                "base URL are right, and that this machine may reach it",
                 started=False,
             ) from None
         if "Timeout" in kind or "Timeout" in type(error).__name__:
             raise ModelFailed(f"{self._called} gave no answer within {self.timeout:g} s") from None
         raise ModelFailed(
-            f"{self._called} broke the connection ({kind if cause else type(error).__name__}); look into its log"
+            f"{self._called} broke the connection ({kind if cause else type(error).__name__}); "
+            "look into its log"
         ) from None
 
 
@@ -318,8 +319,8 @@ def _usage(reported: object) -> Usage | None:
     """The usage of an answer, or ``None`` where the server did not say both numbers: unknown is not zero."""
     if not isinstance(reported, Mapping):
         return None
-    given, made = reported.get("prompt_tokens"), reported.get("completion_tokens")
-    if not _is_count(given) or not _is_count(made):
+    given, made = _number(reported.get("prompt_tokens")), _number(reported.get("completion_tokens"))
+    if given is None or made is None:
         return None
     return Usage(
         input_tokens=given,
@@ -331,12 +332,11 @@ def _usage(reported: object) -> Usage | None:
 
 def _detail(reported: Mapping[str, Any], group: str, name: str) -> int:
     details = reported.get(group)
-    value = details.get(name) if isinstance(details, Mapping) else None
-    return value if isinstance(value, int) and _is_count(value) else 0
+    return (_number(details.get(name)) if isinstance(details, Mapping) else None) or 0
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _finish_reason(reported: object, has_calls: bool) -> FinishReason:

@@ -25,6 +25,7 @@ _DIRECTIVE = re.compile(r"\s*(\.\. |<!--.*-->\s*\Z|\[[^\]]+\]: \S)")
 _QUOTE = re.compile(r"\s*(?:>\s?)+")
 _CELL_BREAK = re.compile(r"(?<!\\)\|")
 
+_CODE_SPAN = re.compile(r"`[^`]+`|\0")
 _LINK = re.compile(r"!?\[([^\]\n]*)\]\((?:[^()\n]|\([^()\n]*\))*\)")
 _TAG = re.compile(
     r"</?(?:p|br|div|span|img|a|b|i|em|strong|sub|sup|details|summary|table|tr|td|th|h[1-6]|center|picture|source)"
@@ -35,15 +36,15 @@ _EMPHASIS = re.compile(r"(?<![\w*])(\*\*\*|\*\*|__)(?=\S)(.+?)(?<=\S)\1(?!\w)")
 _STAR = re.compile(r"(?<![\w*])\*(?=[^\s*])([^*\n]+?)(?<=[^\s*])\*(?![\w*])")
 _BOLD_START = re.compile(r"\s*(?:\*\*|__)([^*_\n]{1,80}?)(?:\*\*|__)")
 _SENTENCE_END = re.compile(
-    r"[.!?…][\"'”’)\]*_`]*\s+(?=[\"'“‘(\[*_`]*[A-Z0-9À-ÖØ-Þ\u0400-\u042f`])|[。！？]\s*"
+    r"[.!?\u2026][\"'\u201d\u2019)\]*_`]*\s+(?=[\"'\u201c\u2018(\[*_`]*[A-Z0-9\u00c0-\u00d6\u00d8-\u00de\u0400-\u042f])"
+    r"|[\u3002\uff01\uff1f]\s*"
 )
 _ABBREVIATION = re.compile(
-    r"(?:\b(?:e\.g|i\.e|etc|vs|cf|approx|incl|resp|no|nos|fig|sec|ch|pp?|vol|ed|eds|al|dr|mr|mrs|ms|prof|st|inc|ltd)"
-    r"|\b[A-Z]|(?:^|\s)\d{1,3})\.\s*\Z",
+    r"(?:\b(?:e\.g|i\.e|etc|vs|cf|approx|incl|resp|nos|figs?|ch|pp|vol|eds|al|dr|mr|mrs|ms|prof|inc|ltd)|(?-i:\b[A-Z]))\.\Z",
     re.IGNORECASE,
 )
 _ANAPHOR = re.compile(
-    r"[\"'“(*]*(?:It|Its|They|Their|This|These|That|Those|Such|He|She|Both|Otherwise|Then|But|However|So|And|Also"
+    r"[\"'\u201c(*]*(?:It|Its|They|Their|This|These|That|Those|Such|He|She|Both|Otherwise|Then|But|However|So|And|Also"
     r"|Instead|Therefore|Here|There|Only here|Only there|In both)\b"
 )
 
@@ -265,7 +266,9 @@ def _split(text: str) -> Iterator[tuple[int, int]]:
     """Begin and end of each sentence in a paragraph."""
     begin = 0
     for match in _SENTENCE_END.finditer(text):
-        if _ABBREVIATION.search(text[max(0, match.start() - 12) : match.start() + 1]):
+        if _ABBREVIATION.search(text[max(0, match.start() - 8) : match.start() + 1]):
+            continue
+        if text[begin : match.start()].isdigit():  # a number at the start counts, it ends nothing
             continue
         yield begin, match.end()
         begin = match.end()
@@ -277,15 +280,17 @@ def _shown(text: str) -> str:
     """Text as it is shown: links as their words, no emphasis marks, no layout tags, single spaces."""
     if "](" in text:
         text = _LINK.sub(r"\1", text)
-    if "<" in text:
-        text = _TAG.sub(" ", text)
-    if "*" in text or "__" in text:
-        text = _STAR.sub(r"\1", _EMPHASIS.sub(r"\2", text))
+    if "<" in text or "*" in text or "__" in text:
+        # Code is shown as it stands, so it is taken out for the while.
+        codes = _CODE_SPAN.findall(text)
+        text = _CODE_SPAN.sub("\0", text)
+        text = _STAR.sub(r"\1", _EMPHASIS.sub(r"\2", _TAG.sub(" ", text)))
+        text = re.sub("\0", lambda _: codes.pop(0), text)
     return " ".join(text.split())
 
 
 def _row_text(header: Sequence[str], cells: Sequence[str]) -> str:
-    """A table row that reads on its own: ``first cell: second`` of two columns, of more each with its header."""
+    """A row that reads on its own: ``first cell: second`` of two columns, of more each with its header."""
     named = [
         (header[index] if index < len(header) else "", cell)
         for index, cell in enumerate(cells)

@@ -18,11 +18,13 @@ _EARLIER_SHARES, _FINDING_WEIGHT, _FINDING_WORDS = (0.5, 0.25), 0.15, 8
 
 _DEFINITION = re.compile(
     r"\s*(?:what|who)(?:'s|\s+is|\s+are|\s+was|\s+does)\s+(?:an?\s+|the\s+)?(?P<term>[\w .`'-]+?)"
-    r"(?:\s+(?:mean|stand\s+for)\b.*)?\s*\??\s*\Z|\s*(?:define|explain)\s+(?P<other>[\w .`'-]+?)\s*[.?]?\s*\Z",
+    r"(?:\s+(?:mean|stand\s+for)\b.*)?\s*\??\s*\Z"
+    r"|\s*(?:define|explain)\s+(?P<other>[\w .`'-]+?)\s*[.?]?\s*\Z",
     re.IGNORECASE,
 )
 _AMOUNT = re.compile(
-    r"\bhow (?:many|much|long|large|big|small|often|fast|slow|old|quickly|far|high|deep)\b|\bwhat (?:version|number)\b",
+    r"\bhow (?:many|much|long|large|big|small|often|fast|slow|old|quickly|far|high|deep)\b"
+    r"|\bwhat (?:version|number)\b",
     re.IGNORECASE,
 )
 _NUMBER = re.compile(
@@ -38,18 +40,22 @@ _TIME = re.compile(
 )
 _REASON = re.compile(r"\bwhy\b|\bwhat for\b|\breason\b", re.IGNORECASE)
 _BECAUSE = re.compile(
-    r"\b(?:because|so that|since|therefore|otherwise|in order to|the reason|that is why|hence|cannot)\b|, so\b",
+    r"\b(?:because|so that|since|therefore|otherwise|in order to|the reason|that is why|hence|cannot)\b"
+    r"|, so\b",
     re.IGNORECASE,
 )
 _COMMAND = re.compile(
-    r"\b(?:command|run|start|install|option|flag|type|invoke|execute|example|syntax)\b", re.IGNORECASE
-)
-_CODE = re.compile(r"`([^`]+)`")
-_SUBJECT = re.compile(
-    r"\W*((?:[\w'-]+[ `\"”]+){0,3}?[\w'-]+)[`\"”)]*(?:\s*\([^)]*\))?\s*(?:(?:is|are|was|were|means)\b|[:—–.]\s|[:.]\Z)",
+    r"\bcommands?\b|\bhow (?:do|can|could|should|would|to) (?:i|we|you|one)?\b|\b(?:install|flag|invoke|syntax)\b",
     re.IGNORECASE,
 )
-_QUOTED = re.compile(r"`([^`]+)`|\"([^\"]+)\"|“([^”]+)”")
+_MORE = re.compile(r"\b(?:more|else|others?|another|further|besides|apart from|beyond)\b", re.IGNORECASE)
+_CODE = re.compile(r"`([^`]+)`")
+_SUBJECT = re.compile(
+    r"\W*((?:[\w'-]+[ `\"\u201d]+){0,3}?[\w'-]+)[`\"\u201d)]*(?:\s*\([^)]*\))?"
+    r"\s*(?:(?:is|are|was|were|means)\b|[:\u2014\u2013.]\s|[:.]\Z)",
+    re.IGNORECASE,
+)
+_QUOTED = re.compile(r"`([^`]+)`|\"([^\"]+)\"|\u201c([^\u201d]+)\u201d")
 
 _SHORT_WORDS, _READABLE_WORDS, _LENGTH_STEP = 5, 28, 0.012
 """Fewer words make a fragment; more than are readable cost a sentence so much each."""
@@ -77,6 +83,8 @@ class Question:
     wants_command: bool = False
     already_said: frozenset[str] = frozenset()
     """Fingerprints of the sentences that an earlier answer gave."""
+    wants_more: bool = False
+    """It asks for something else than was said."""
 
     @classmethod
     def of(
@@ -111,6 +119,7 @@ class Question:
             wants_reason=bool(_REASON.search(text)),
             wants_command=bool(_COMMAND.search(text)),
             already_said=frozenset(map(fingerprint, earlier_findings)),
+            wants_more=bool(_MORE.search(text)),
         )
 
     def fit(self, sentence: Sentence, words: Sequence[str]) -> float:

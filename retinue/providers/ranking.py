@@ -13,7 +13,7 @@ from retinue.providers.questions import Question, fingerprint
 from retinue.providers.words import NEAR, STOP, terms, without_stops
 
 _K1, _B, _SHORTEST = 1.2, 0.7, 0.6
-"""BM25's saturation and length normalisation; no sentence counts as shorter than this share of the average."""
+"""BM25's saturation and length normalisation; none counts as shorter than this share of the average."""
 _HEADING_SHARE, _LEAD_SHARE, _BEFORE_SHARE, _TABLE_SHARE = 0.5, 0.4, 0.25, 0.6
 """How much a word in the surroundings counts, of what it counts in the sentence itself."""
 _OTHER_FORM_SHARE = 0.8
@@ -28,8 +28,10 @@ _GAP, _GAP_BONUS, _PAIR_FACTOR = 3, 0.2, 2.0
 """Words of the question at most so far apart add to the score; doubly, where they pair as in the question."""
 _RANK_STEP = 0.08
 """What each place in an earlier ranking costs."""
-_REPEAT_SHARE = 0.35
-"""What is left of the score of a sentence that an earlier answer has given already."""
+_REPEAT_SHARES = (0.7, 0.35)
+"""What is left of the score of a sentence that an earlier answer gave; less where the question asks for more."""
+_FEW_SENTENCES = 20
+"""Among fewer sentences how rare a word is says little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def rank(sentences: Sequence[Sentence], question: Question, *, least_idf: float 
             continue
         score *= question.fit(sentence, words) * (_UNCOVERED + (1 - _UNCOVERED) * covered / total)
         if fingerprint(sentence.text) in question.already_said:
-            score *= _REPEAT_SHARE
+            score *= _REPEAT_SHARES[question.wants_more]
         if main and main <= heading:
             score *= _TITLE_FACTORS[len(main) > 1]
         score /= 1 + _RANK_STEP * sentence.rank
@@ -103,6 +105,7 @@ def rank(sentences: Sequence[Sentence], question: Question, *, least_idf: float 
 def _idf(sets: Sequence[frozenset[str]], weights: Mapping[str, float], least: float) -> dict[str, float]:
     """How rare each word of the question is among the sentences, from ``least`` to 1."""
     size, counts = len(sets), Counter[str]()
+    least = max(least, 1 - size / _FEW_SENTENCES)
     for words in sets:
         counts.update(words & weights.keys())
     scale = math.log(2 + size)
@@ -117,7 +120,7 @@ def _nearby(word: str, own: frozenset[str], around: Iterable[tuple[frozenset[str
     best = max((share for place, share in around if word in place), default=0.0)
     others = NEAR.get(word)
     if others and not others.isdisjoint(own):
-        return max(best, _NEAR_SHARE)
+        return max(best, _NEAR_SHARE) + best * _BEFORE_SHARE
     if others and best == 0.0 and any(not others.isdisjoint(place) for place, _ in around):
         return _NEAR_SHARE * _LEAD_SHARE
     return best

@@ -7,24 +7,27 @@ import re
 from collections.abc import Iterable
 
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
-_WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}](?:[^\W{_CJK}]*[^\W_{_CJK}])?(?:['’][^\W\d_]{{1,2}}(?![^\W_]))?")
+_WORD = re.compile(
+    rf"[{_CJK}]|[^\W_{_CJK}](?:[^\W{_CJK}]*[^\W_{_CJK}])?(?:['\u2019][^\W\d_]{{1,2}}(?![^\W_]))?"
+)
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _VOWEL = re.compile("[aeiouy]")
 
 _STOP_WORDS = """
-    a about above after again against all also am an and any are as at be because been before being below between both
-    but by can cannot could did do does doing down during each either else ever every for from further had has have
-    having he her here hers him his how however i if in into is it its itself just let may me might more most much must
-    my neither no nor not now of off on once only or other our ours out over own per please quite rather same shall she
-    should since so some such than that the their theirs them then there these they this those though through thus to
-    too under until up upon us very was we were what when where whether which while who whom whose why will with within
-    without would yes yet you your yours"""
+    a about above after again against all also am an and any are as at be because been before being below
+    between both but by can cannot could did do does doing down during each either else ever every for
+    from further had has have having he her here hers him his how however i if in into is it its itself
+    just let may me might more most much must my neither no nor not now of off on once only or other our
+    ours out over own per please quite rather same shall she should since so some such than that the their
+    theirs them then there these they this those though through thus to too under until up upon us very
+    was we were what when where whether which while who whom whose why will with within without would yes
+    yet you your yours"""
 _KEPT_WORDS = "down up off before after without not no once same all only again"
 _FILLER_WORDS = """
-    allow answer ask become case come describe detail difference docs document documentation doc exactly explain file
-    find folder get give go happen happens kind know like list look made make mean means need often one page part
-    possible project question really say see show something sort take tell thing things text try two type use used
-    using want way word work works"""
+    allow answer ask become case come describe detail difference docs document documentation doc exactly
+    explain file find folder get give go happen happens kind know like list look made make mean means need
+    often one page part possible project question really say see show something sort take tell thing
+    things text try two type use used using want way word work works"""
 _NEAR_WORDS = (
     "die dies died dying dead death killed kill kills lost crash crashes",
     "run runs ran running",
@@ -50,19 +53,20 @@ _NEAR_WORDS = (
 )
 
 _NOUN_ENDINGS = (
-    ("sses", "ss", 2), ("ies", "y", 2), ("ves", "ve", 2), ("ss", "ss", 0), ("us", "us", 0), ("is", "is", 0), ("s", "", 3),
+    ("sses", "ss", 2), ("ies", "y", 2), ("ves", "ve", 2), ("ss", "ss", 0), ("us", "us", 0), ("is", "is", 0),
+    ("s", "", 3),
 )  # fmt: skip
 _VERB_ENDINGS = (
-    ("izations", "ize", 2), ("ization", "ize", 2), ("ations", "", 4), ("ation", "", 4), ("ings", "", 3), ("ing", "", 3),
-    ("edly", "", 3), ("ied", "y", 2), ("ed", "", 3), ("ments", "", 4), ("ment", "", 4), ("ness", "", 4),
-    ("fully", "ful", 3), ("ably", "able", 3), ("ly", "", 4), ("er", "", 4), ("ion", "", 4),
+    ("izations", "ize", 2), ("ization", "ize", 2), ("ations", "", 4), ("ation", "", 4), ("ings", "", 3),
+    ("ing", "", 3), ("edly", "", 3), ("ied", "y", 2), ("ed", "", 3), ("ments", "", 4), ("ment", "", 4),
+    ("ness", "", 4), ("fully", "ful", 3), ("ably", "able", 3), ("ly", "", 4), ("er", "", 4), ("ion", "", 4),
 )  # fmt: skip
 """(ending, what stands in its place, letters that must be left before it); the first that fits is taken."""
 
 
 def stem(word: str) -> str:
     """A light English stem: endings of number, tense and nouns of action go, doubled consonants too."""
-    word = word.split("'", 1)[0].split("’", 1)[0]
+    word = word.split("'", 1)[0].split("\u2019", 1)[0]
     if len(word) <= 3 or not word.isascii() or not word.isalpha():
         return word
     for ending, instead, least in _NOUN_ENDINGS:
@@ -85,7 +89,7 @@ def stem(word: str) -> str:
 
 @functools.lru_cache(maxsize=65_536)
 def stems(word: str) -> tuple[str, ...]:
-    """The stem of a written word; of ``BudgetLedger`` and ``budget_ledger`` those of the pieces and the whole."""
+    """The stem of a written word; of ``BudgetLedger`` and ``budget_ledger`` those of pieces and whole."""
     pieces = [piece for name in word.split("_") for piece in _CAMEL.split(name) if piece]
     if len(pieces) == 1:
         return (stem(word.lower()),)

@@ -51,7 +51,9 @@ def reply(
     finish_reason: FinishReason = "stop",
 ) -> ScriptStep:
     """An answer in text. ``usage=None`` is a provider that does not say; ``delay`` is in seconds."""
-    return ScriptStep(response=ModelResponse(text=text, usage=usage, finish_reason=finish_reason), delay=delay)
+    return ScriptStep(
+        response=ModelResponse(text=text, usage=usage, finish_reason=finish_reason), delay=delay
+    )
 
 
 _call_numbers = itertools.count(1)
@@ -65,7 +67,9 @@ def tool_calls(
 ) -> ScriptStep:
     """An answer that calls tools: ``tool_calls(("lookup", {"id": "42"}))``."""
     made = tuple(
-        call if isinstance(call, ToolCall) else ToolCall(f"scripted-{next(_call_numbers)}", call[0], dict(call[1]))
+        call
+        if isinstance(call, ToolCall)
+        else ToolCall(f"scripted-{next(_call_numbers)}", call[0], dict(call[1]))
         for call in calls
     )
     response = ModelResponse(text=text, tool_calls=made, usage=usage, finish_reason="tool_calls")
@@ -166,5 +170,3 @@ def _step(item: ScriptStep | str | Exception) -> ScriptStep:
     if isinstance(item, RetinueError):
         return ScriptStep(error=item.to_payload())
     return ScriptStep(error={"code": "execution_failed", "message": str(item) or type(item).__name__})
-
-

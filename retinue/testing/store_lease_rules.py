@@ -77,6 +77,8 @@ async def c7_released_lease_is_spent(trial: Trial) -> None:
     for what, call in writes_under(trial, old).items():
         await expect_refused("lease_lost", call(), f"{what} under a released lease")
     newer = (await trial.acquire("newer")).lease
+    for what, call in writes_under(trial, old).items():
+        await expect_refused("lease_lost", call(), f"{what} under a lease that a newer one followed")
     await trial.store.release(old)
     await expect_refused("session_conflict", trial.acquire("third"), "an acquire after the second release")
     expect_equal(await trial.store.commit(commit_of(newer, 0)), 1, "the newer holder's commit")

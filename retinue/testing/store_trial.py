@@ -49,6 +49,9 @@ class StoreRule(msgspec.Struct, frozen=True):
             await self.body(trial)
         except StoreRuleBroken as broken:
             raise StoreRuleBroken(f"{self.name}: {broken}\nThe rule: {self.text}") from broken
+        except RetinueError as error:
+            text = f"{self.name}: refused with {error.code}: {error}\nThe rule: {self.text}"
+            raise StoreRuleBroken(text) from error
         finally:
             await trial.close()
 

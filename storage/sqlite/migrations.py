@@ -58,10 +58,11 @@ def check_ours(connection: sqlite3.Connection, url: str, migrations: Sequence[Mi
         StoreUnavailable: another application's database, or a newer version's store.
         sqlite3.Error: not readable.
     """
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if tables == 0:
         return
+    # Read after the tables: another process may be making them just now, and writes both at once.
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
     if application != APPLICATION_ID:
         raise StoreUnavailable(
             f"{url} is the database of another application; name another file", url=url, reason="not_a_store"
@@ -84,6 +85,8 @@ def migrate(connection: sqlite3.Connection, url: str, migrations: Sequence[Migra
         StoreUnavailable: see :func:`check_ours`.
         sqlite3.Error: it could not be written; nothing was changed then.
     """
+    if not any(_due(migrations, _applied(connection))):
+        return _store_id(connection)  # without a write: a full disk or another writer are no hindrance
     connection.execute("BEGIN IMMEDIATE")
     try:
         check_ours(connection, url, migrations)
@@ -97,13 +100,17 @@ def migrate(connection: sqlite3.Connection, url: str, migrations: Sequence[Migra
         connection.execute(
             "INSERT OR IGNORE INTO meta (name, value) VALUES ('store_id', ?)", (str(uuid.uuid4()),)
         )
-        (store_id,) = connection.execute("SELECT value FROM meta WHERE name = 'store_id'").fetchone()
+        store_id = _store_id(connection)
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
-    return str(store_id)
+    return store_id
+
+
+def _store_id(connection: sqlite3.Connection) -> str:
+    return str(connection.execute("SELECT value FROM meta WHERE name = 'store_id'").fetchone()[0])
 
 
 def _applied(connection: sqlite3.Connection) -> set[str]:

@@ -2,8 +2,9 @@
 
 All requests that arrive while one transaction is being written go into the next, so that one wait for the
 disk serves them all. Each operation has a savepoint of its own: one that is refused leaves its neighbours
-alone. When the transaction itself fails, nothing of it is stored and all of it fails; only a transaction that
-found the file locked is tried again, as a whole.
+alone. When the transaction itself fails, nothing of it is stored and all of it fails. Two failures are tried
+again: a file that was locked, with the same transaction; and a damaged page, which SQLite lets no transaction
+survive, with each request alone, so that only those fail that need that page.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from retinue.errors import StoreUnavailable
+from retinue.errors import DamagedRecord, StoreUnavailable
 from retinue.storage.operations import Operations, refusal_of
 from retinue.storage.sqlite.connections import StoreFile
-from retinue.storage.sqlite.failures import refusal_of_row, unavailable
+from retinue.storage.sqlite.failures import is_damage, refusal_of_row, unavailable
 from retinue.storage.sqlite.rows import SQLiteRows
 from retinue.store import Committed, Refused, StoreOperation, StoreReply
 
@@ -31,6 +32,8 @@ GROUP_LIMIT = 512
 """Most requests in one transaction: bounds what one failure takes along, and how long the first one waits."""
 
 Replies = Sequence[StoreReply]
+Outcome = Replies | StoreUnavailable
+"""What a request comes to: a reply to each of its operations, or nothing of it was done."""
 
 
 class Counts(msgspec.Struct):
@@ -74,6 +77,8 @@ class Writer:
         self._queue: deque[_Request] = deque()
         self._draining = False
         self._closed = False
+        self._damage: DamagedRecord | None = None
+        """The last damage that an operation of the current transaction met."""
         self.counts = Counts()
 
     @property
@@ -119,34 +124,29 @@ class Writer:
                     self._draining = False
                     return
                 group = [self._queue.popleft() for _ in range(min(len(self._queue), GROUP_LIMIT))]
-            try:
-                replies = self._write(group)
-            except StoreUnavailable as error:
-                _deliver([(request, error) for request in group])
-            except Exception as error:
-                logger.exception("the store's writer failed")
-                failure = StoreUnavailable(
-                    f"{self._file.url}: the writer failed: {type(error).__name__}: {error}",
-                    url=self._file.url,
-                    reason="failed",
-                )
-                _deliver([(request, failure) for request in group])
-            else:
-                _deliver(list(zip(group, replies, strict=True)))
+            _deliver(list(zip(group, self._outcomes(group), strict=True)))
 
-    def _write(self, group: Sequence[_Request]) -> list[Replies]:
-        self._file.check()
+    def _outcomes(self, group: Sequence[_Request]) -> Sequence[Outcome]:
+        """What each request of a group is answered; raises nothing."""
         try:
-            replies = self._file.retry(lambda: self._transaction(group))
+            self._file.check()
+            return self._file.retry(lambda: self._transaction(group))
+        except StoreUnavailable as error:
+            return [error] * len(group)
         except sqlite3.Error as error:
-            raise unavailable(self._file.url, error, waited=self._file.busy_limit) from error
-        self.counts.transactions += 1
-        for request, answers in zip(group, replies, strict=True):
-            self.counts.writes += len(request.operations)
-            self.counts.commits += sum(isinstance(reply, Committed) for reply in answers)
-        return replies
+            if is_damage(error) and len(group) > 1:
+                return [outcome for request in group for outcome in self._outcomes([request])]
+            if is_damage(error) and self._damage is not None:
+                refusal = Refused(error=self._damage.to_payload())
+                return [[refusal] * len(request.operations) for request in group]
+            return [unavailable(self._file.url, error, waited=self._file.busy_limit)] * len(group)
+        except Exception as error:
+            logger.exception("the store's writer failed")
+            what = f"{self._file.url}: the writer failed: {type(error).__name__}: {error}"
+            return [StoreUnavailable(what, url=self._file.url, reason="failed")] * len(group)
 
-    def _transaction(self, group: Sequence[_Request]) -> list[Replies]:
+    def _transaction(self, group: Sequence[_Request]) -> Sequence[Replies]:
+        self._damage = None
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             replies: list[Replies] = [
@@ -156,6 +156,10 @@ class Writer:
         except BaseException:
             self._roll_back()
             raise
+        self.counts.transactions += 1
+        for request, answers in zip(group, replies, strict=True):
+            self.counts.writes += len(request.operations)
+            self.counts.commits += sum(isinstance(reply, Committed) for reply in answers)
         return replies
 
     def _roll_back(self) -> None:
@@ -178,15 +182,17 @@ class Writer:
                     raise
             else:
                 refusal = refusal_of(operation, error)
+            if isinstance(refusal, DamagedRecord):
+                self._damage = refusal
             self._connection.execute("ROLLBACK TO operation")
             reply = Refused(error=refusal.to_payload())
         self._connection.execute("RELEASE operation")
         return reply
 
 
-def _deliver(outcomes: Sequence[tuple[_Request, Replies | StoreUnavailable]]) -> None:
+def _deliver(outcomes: Sequence[tuple[_Request, Outcome]]) -> None:
     """Hand outcomes to those who wait, waking each event loop once."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Request, Replies | StoreUnavailable]]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Request, Outcome]]] = {}
     for outcome in outcomes:
         by_loop.setdefault(outcome[0].loop, []).append(outcome)
     for loop, theirs in by_loop.items():
@@ -196,7 +202,7 @@ def _deliver(outcomes: Sequence[tuple[_Request, Replies | StoreUnavailable]]) ->
             logger.debug("an event loop ended before its store replies came")
 
 
-def _settle(outcomes: Sequence[tuple[_Request, Replies | StoreUnavailable]]) -> None:
+def _settle(outcomes: Sequence[tuple[_Request, Outcome]]) -> None:
     for request, outcome in outcomes:
         if request.future.done():
             continue  # whoever waited was cancelled

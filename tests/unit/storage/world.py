@@ -35,9 +35,7 @@ class World:
 
     def sqlite(self, name: str = "store", *, busy_limit: float = 5.0) -> SQLiteEngine:
         """An SQLite engine on the file of this name."""
-        engine = SQLiteEngine(
-            self.path(name), clock=self._clock, gone=self._gone, busy_limit=busy_limit
-        )
+        engine = SQLiteEngine(self.path(name), clock=self._clock, gone=self._gone, busy_limit=busy_limit)
         self._engines.append(engine)
         return engine
 

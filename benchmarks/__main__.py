@@ -1,0 +1,57 @@
+"""``python -m benchmarks [name ...]``: print the table, write build/bench.json."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import commits, fanout, warm_run
+from benchmarks.measure import Row
+from retinue import connect
+
+BENCHMARKS = {"warm_run": warm_run.measure, "fanout": fanout.measure, "commits": commits.measure}
+TARGETS = {
+    "warm_run": "ratio ≤ 6 hops",
+    "fanout": "≥ 150/s, ≤ 1 MB each",
+    "commits": "≥ 1,000/s",
+}
+COLUMNS = ("p50_ms", "hop_ms", "ratio", "hops", "per_s", "mb_each")
+REPORT = Path("build/bench.json")
+
+
+def main(names: list[str]) -> int:
+    unknown = sorted(set(names) - set(BENCHMARKS))
+    if unknown:
+        print(f"no benchmark {', '.join(unknown)}; there are: {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
+    connect()
+    rows: dict[str, Row] = {}
+    with tempfile.TemporaryDirectory(prefix="retinue-bench-") as folder:
+        for name in names or BENCHMARKS:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            rows[name] = BENCHMARKS[name](f"sqlite:///{folder}/{name}.db")
+    _print(rows)
+    REPORT.parent.mkdir(exist_ok=True)
+    REPORT.write_text(json.dumps(rows, indent=2) + "\n")
+    print(f"written to {REPORT}", file=sys.stderr)
+    return 0
+
+
+def _print(rows: dict[str, Row]) -> None:
+    table = Table(title=f"Retinue on {platform.machine()}, Python {platform.python_version()}")
+    for column in ("benchmark", *COLUMNS, "target"):
+        table.add_column(column, justify="left" if column in ("benchmark", "target") else "right")
+    for name, row in rows.items():
+        cells = [f"{row[column]:.3g}" if column in row else "" for column in COLUMNS]
+        table.add_row(name, *cells, TARGETS[name])
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""A warm run: one model call of no latency, durable commit in SQLite, from start to result."""
+
+from __future__ import annotations
+
+import asyncio
+
+from benchmarks.measure import IDENTITY, InstantModel, Row, bare_hop_ms, p50_ms, timed
+from retinue import Agent, Runtime, agent_driver
+
+SESSIONS = 4
+RUNS = 60
+"""Runs of each session: few, so that the conversation stays short."""
+
+
+def measure(store: str) -> Row:
+    runtime = Runtime(driver=agent_driver(Agent(name="warm", model=InstantModel())), store=store)
+    times, hops = asyncio.run(_runs(runtime))
+    hop = bare_hop_ms()
+    p50 = p50_ms(times)
+    return {"p50_ms": p50, "hop_ms": hop, "ratio": p50 / hop, "hops": hops, "per_s": 1000 / p50}
+
+
+async def _runs(runtime: Runtime) -> tuple[list[float], float]:
+    times: list[float] = []
+    hops = 0
+    for number in range(SESSIONS):
+        for index in range(RUNS):
+            handle = None
+
+            async def run(session_id: str = f"warm-{number}") -> None:
+                nonlocal handle
+                handle = runtime.start("hello", identity=IDENTITY, session_id=session_id)
+                result = await handle.result()
+                assert result.status == "completed", result.reason
+
+            seconds = await timed(run())
+            if index >= 10:  # the first runs warm the session up
+                times.append(seconds)
+            assert handle is not None
+            hops = handle.hops
+    return times, hops

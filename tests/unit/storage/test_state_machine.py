@@ -1,0 +1,262 @@
+"""Leases and commits under any interleaving, against a model: two writers are never accepted in one epoch.
+
+Several holders acquire, renew, release, commit and die in any order, with leases of any age; the clock moves,
+and SQLite files are closed and opened. The model is the seam's text in a few lines; every answer must be its.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from retinue.errors import RetinueError
+from retinue.ids import SessionAddress
+from retinue.store import LEASE_PERIOD, CommitSession, Lease, Store
+from retinue.testing.store_trial import commit_of, live_holder
+from tests.unit.storage.world import KINDS, World
+
+SESSIONS = ("one", "two")
+HOLDERS = ("anna", "bert", "cleo", "dora")
+
+
+class ModelSession:
+    """What the seam says of one session."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.holder: str | None = None
+        self.renewals = 0
+        self.seen: tuple[int, int, float] | None = None
+        """Epoch and renewals that contenders have met, and since when."""
+        self.revision = 0
+        self.messages: list[bytes] = []
+        self.replayable = True
+        self.last: CommitSession | None = None
+        self.last_revision = 0
+        self.writers: dict[int, set[str]] = {}
+        """Who was accepted as a writer, by epoch."""
+
+    def stands(self, lease: Lease) -> bool:
+        return self.holder is not None and self.epoch == lease.epoch
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """One store, several holders."""
+
+    kind: ClassVar[str]
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="retinue-machine-"))
+        self.runner = asyncio.Runner()
+        self.world = World(self.folder)
+        self.fenced: set[str] = set()
+        self.owners: dict[tuple[str, int], str] = {}
+        """Who was given which session's epoch."""
+        self.count = 0
+
+    @initialize()
+    def begin(self) -> None:
+        self.store = Store(self.world.open(self.kind))
+        self.sessions = {session_id: ModelSession() for session_id in SESSIONS}
+
+    def teardown(self) -> None:
+        self.runner.run(self.world.close())
+        self.runner.close()
+        shutil.rmtree(self.folder)
+
+    def answer(self, call: Awaitable[Any]) -> Any:
+        """The reply, or the code of the refusal."""
+
+        async def called() -> Any:
+            try:
+                return await call
+            except RetinueError as error:
+                return error.code
+
+        return self.runner.run(called())
+
+    def address(self, session_id: str) -> SessionAddress:
+        return SessionAddress(store_id=self.store.store_id, tenant_id="t", user_id="u", session_id=session_id)
+
+    def of(self, lease: Lease) -> ModelSession:
+        return self.sessions[lease.address.session_id]
+
+    def next_commit(self, lease: Lease, base_revision: int) -> CommitSession:
+        self.count += 1
+        return commit_of(
+            lease, base_revision, commit_id=f"commit {self.count}", messages=[b"%d" % self.count]
+        )
+
+    def expected(self, commit: CommitSession) -> int | str:
+        """What the model answers to a commit, having done it."""
+        session = self.of(commit.lease)
+        if session.last is not None and session.last.commit_id == commit.commit_id:
+            return session.last_revision
+        if not session.stands(commit.lease):
+            return "lease_lost"
+        if session.revision != commit.base_revision:
+            return "session_conflict"
+        session.revision += 1
+        session.messages += commit.messages
+        session.replayable = commit.replayable
+        session.last, session.last_revision = commit, session.revision
+        owner = self.owners[commit.lease.address.session_id, commit.lease.epoch]
+        session.writers.setdefault(commit.lease.epoch, set()).add(owner)
+        return session.revision
+
+    # --- what may happen ---
+
+    @rule(target=leases, session_id=st.sampled_from(SESSIONS), holder=st.sampled_from(HOLDERS))
+    def acquire(self, session_id: str, holder: str) -> Any:
+        session = self.sessions[session_id]
+        reply = self.answer(self.store.acquire(self.address(session_id), live_holder(holder)))
+        if holder in self.fenced:
+            assert reply == "lease_lost"
+            return multiple()
+        if session.holder not in (None, holder) and session.holder not in self.world.gone:
+            if session.seen is None or session.seen[:2] != (session.epoch, session.renewals):
+                session.seen = (session.epoch, session.renewals, self.world.now)
+            if self.world.now - session.seen[2] < LEASE_PERIOD:
+                assert reply == "session_conflict"
+                return multiple()
+        session.epoch, session.holder, session.renewals, session.seen = session.epoch + 1, holder, 0, None
+        assert reply.lease.epoch == session.epoch
+        assert reply.session.revision == session.revision
+        assert list(reply.session.messages) == session.messages
+        assert (session_id, session.epoch) not in self.owners, "an epoch was given twice"
+        self.owners[session_id, session.epoch] = holder
+        return reply.lease
+
+    @rule(lease=leases)
+    def acquire_again(self, lease: Lease) -> None:
+        """A message delivered twice: the first reply was lost."""
+        holder = self.owners[lease.address.session_id, lease.epoch]
+        if holder not in self.fenced and self.of(lease).holder == holder:
+            self.acquire(lease.address.session_id, holder)
+
+    @rule(some=st.lists(leases, max_size=4, unique=True))
+    def renew(self, some: list[Lease]) -> None:
+        standing = self.answer(self.store.renew(some))
+        assert list(standing) == [self.of(lease).stands(lease) for lease in some]
+        for lease in some:
+            self.of(lease).renewals += self.of(lease).stands(lease)
+
+    @rule(lease=leases)
+    def release(self, lease: Lease) -> None:
+        assert self.answer(self.store.release(lease)) is None
+        if self.of(lease).stands(lease):
+            self.of(lease).holder = None
+
+    @rule(lease=consumes(leases))
+    def forget(self, lease: Lease) -> None:
+        """A holder that ends without a word."""
+        self.world.gone.add(self.owners[lease.address.session_id, lease.epoch])
+
+    @precondition(lambda self: len(self.fenced) < 2)
+    @rule(holder=st.sampled_from(HOLDERS))
+    def fence(self, holder: str) -> None:
+        fenced = self.answer(self.store.fence(holder))
+        self.fenced.add(holder)
+        assert {address.session_id for address in fenced} == {
+            session_id for session_id, session in self.sessions.items() if session.holder == holder
+        }
+        for session in self.sessions.values():
+            if session.holder == holder:
+                session.holder = None
+
+    @rule(seconds=st.sampled_from([1.0, LEASE_PERIOD / 2, LEASE_PERIOD, 10 * LEASE_PERIOD]))
+    def wait(self, seconds: float) -> None:
+        self.world.now += seconds
+
+    @rule(lease=leases, off=st.sampled_from([0, 0, 0, -1, 1]))
+    def commit(self, lease: Lease, off: int) -> None:
+        commit = self.next_commit(lease, self.of(lease).revision + off)
+        assert self.answer(self.store.commit(commit)) == self.expected(commit)
+
+    @rule(session_id=st.sampled_from(SESSIONS))
+    def repeat_commit(self, session_id: str) -> None:
+        session = self.sessions[session_id]
+        if session.last is not None:
+            assert self.answer(self.store.commit(session.last)) == self.expected(session.last)
+
+    @rule(some=st.lists(leases, min_size=2, max_size=6))
+    def race(self, some: list[Lease]) -> None:
+        """Commits sent at once, old leases and new ones, all from what stands."""
+        commits = [self.next_commit(lease, self.of(lease).revision) for lease in some]
+
+        async def all_at_once() -> list[Any]:
+            calls = (self.store.commit(commit) for commit in commits)
+            replies = await asyncio.gather(*calls, return_exceptions=True)
+            return [reply.code if isinstance(reply, RetinueError) else reply for reply in replies]
+
+        # They arrive in the order in which they were sent; what the model does in turn is what must come.
+        assert self.runner.run(all_at_once()) == [self.expected(commit) for commit in commits]
+
+    @rule(lease=leases)
+    def replace(self, lease: Lease) -> None:
+        session = self.of(lease)
+        reply = self.answer(self.store.replace(lease, [b"imported"]))
+        if not session.stands(lease):
+            assert reply == "lease_lost"
+            return
+        assert reply is None
+        session.revision, session.messages, session.replayable = 0, [b"imported"], False
+
+    @precondition(lambda self: self.kind == "sqlite")
+    @rule()
+    def reopen(self) -> None:
+        """Another process takes the file over; what the old one had seen of leases is gone."""
+        self.runner.run(self.store.close())
+        self.store = Store(self.world.open(self.kind))
+        for session in self.sessions.values():
+            session.seen = None
+
+    # --- what must hold ---
+
+    @invariant()
+    def what_is_stored_is_what_was_accepted(self) -> None:
+        for session_id, session in self.sessions.items():
+            stored = self.answer(self.store.read_session(self.address(session_id)))
+            assert stored.revision == session.revision
+            assert list(stored.messages) == session.messages
+            assert stored.replayable == session.replayable
+
+    @invariant()
+    def one_writer_an_epoch(self) -> None:
+        for session in self.sessions.values():
+            assert all(len(writers) == 1 for writers in session.writers.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_interleaving_lets_two_write(kind: str) -> None:
+    machine = type("Machine", (StoreMachine,), {"kind": kind})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=30 if kind == "sqlite" else 60,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
