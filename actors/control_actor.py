@@ -7,8 +7,9 @@ the registry, the directory and the keeper of each app are actors of their own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 import ray
@@ -42,6 +43,9 @@ CONTROL_CALLS = 10_000
 """Calls at once in the group that owns state; none of them runs user code."""
 WAITING_CALLS = 100_000
 """Calls at once that wait for something."""
+REMEMBERED_ANSWERS = 1_000
+"""Answers kept for requests that come twice."""
+T = TypeVar("T")
 
 
 class DeployOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +162,7 @@ class ControlActor:
         self._stores: dict[str, asyncio.Future[tuple[StoreDescription, Any]]] = {}
         self._rebuilding: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._answers: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
 
     # --- registry: these two keep their shape for ever ----------------------------------------------------
 
@@ -211,23 +216,44 @@ class ControlActor:
         """The apps that are kept here."""
         return [encode(app) for app in self._kept.values()]
 
-    async def take_host(self, digest: str) -> tuple[str, Any]:
-        host = await (await self._pool(digest)).take_host()
+    async def take_host(self, request_id: str, digest: str) -> tuple[str, Any]:
+        """A session host, with its id, for the caller alone."""
+        host = await self._once(request_id, lambda: self._take_from(digest))
         return host.host_id, host.handle
 
-    async def assign(
-        self, digest: str, requester: str, count: int, nested: bool
-    ) -> tuple[dict[str, Any] | None, list[tuple[str, Any, int]]]:
-        try:
-            places = await (await self._pool(digest)).assign(requester, count, nested)
-        except RetinueError as error:
-            return error.to_payload(), []
-        return None, [(host.host_id, host.handle, given) for host, given in places]
+    async def _take_from(self, digest: str) -> HostReference:
+        return await (await self._pool(digest)).take_host()
 
-    async def release(self, digest: str, requester: str, counts: dict[str, int]) -> None:
+    async def assign(
+        self, request_id: str, digest: str, requester: str, count: int, nested: bool
+    ) -> list[tuple[str, Any, int]]:
+        """Places for delegates: id and handle of a child host, and how many may go there."""
+        places = await self._once(request_id, lambda: self._assign_in(digest, requester, count, nested))
+        return [(host.host_id, host.handle, given) for host, given in places]
+
+    async def _assign_in(
+        self, digest: str, requester: str, count: int, nested: bool
+    ) -> list[tuple[HostReference, int]]:
+        return await (await self._pool(digest)).assign(requester, count, nested)
+
+    async def release(self, request_id: str, digest: str, requester: str, counts: dict[str, int]) -> None:
+        """Delegates have ended, so many in each child host."""
+        await self._once(request_id, lambda: self._release_in(digest, requester, counts))
+
+    async def _release_in(self, digest: str, requester: str, counts: dict[str, int]) -> None:
         pool = await self._pool(digest)
         for host_id, count in counts.items():
             pool.release(requester, host_id, count)
+
+    async def _once(self, request_id: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The answer to a request; a repeat of it (its call failed on the way) gets the first one."""
+        known = self._answers.get(request_id)
+        if known is None:
+            known = self._answers[request_id] = asyncio.ensure_future(work())
+            while len(self._answers) > REMEMBERED_ANSWERS:
+                self._answers.popitem(last=False)
+        answer: T = await asyncio.shield(known)
+        return answer
 
     async def release_all(self, requester: str) -> None:
         """A session host is gone."""
@@ -262,6 +288,7 @@ class ControlActor:
                 take_host=self._take_host,
                 recover=self._recover,
                 max_resident=self._options.max_resident,
+                app_name=lambda digest: self._apps[digest].name if digest in self._apps else digest[:12],
             )
         return self._directory
 
@@ -317,7 +344,7 @@ class ControlActor:
 
     async def forget(self, data: bytes) -> None:
         address, activation_id = decode(data, tuple[SessionAddress, str])
-        (await self._standing()).forget(address, activation_id)
+        await (await self._standing()).forget(address, activation_id)
 
     async def host_lost(self, host_id: str) -> None:
         """Returns once the host is known to live, or its runs were ended."""
@@ -329,7 +356,7 @@ class ControlActor:
             raise Overloaded(
                 "the pool of this app is gone (its cluster was restarted); start the program again"
             )
-        host_id, handle = await call(keeper.take_host, digest)
+        host_id, handle = await call(keeper.take_host, new_id("request"), digest)
         return HostReference(host_id, handle)
 
     async def _open_store(self, url: str | None) -> tuple[StoreDescription, Any]:
@@ -409,7 +436,8 @@ class ControlActor:
     async def statistics(self) -> bytes:
         """What this process knows, as JSON."""
         pools = [pool.statistics() for pool in self._pools.values()]
-        directory = self._directory.statistics() if self._directory is not None else None
+        keeps_only = self._options.app is not None
+        directory = None if keeps_only else (await self._standing()).statistics()
         stores = [description.url for description, _ in self._hosts.stores.values()]
         return msgspec.json.encode(
             {"protocol": PROTOCOL_VERSION, "directory": directory, "pools": pools, "stores": stores}

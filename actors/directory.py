@@ -22,6 +22,8 @@ from retinue.sessions import DeactivationReason
 
 ROOM_WAIT = 5.0
 """Seconds that a start waits for a place before it is refused as ``overloaded``."""
+LEAVE_LIMIT = 5.0
+"""Seconds that a host has for leaving in good order before it is ended."""
 _ROOM_POLL = 0.1
 _HOST_ATTEMPTS = 4
 
@@ -90,15 +92,23 @@ class Directory:
         take_host: takes a spare host of an app.
         recover: ends what a dead host left.
         max_resident: sessions that may be resident at once.
+        app_name: the name of an app by its digest, for messages.
     """
 
     def __init__(
-        self, *, control: HostControl, take_host: TakeHost, recover: Recover, max_resident: int
+        self,
+        *,
+        control: HostControl,
+        take_host: TakeHost,
+        recover: Recover,
+        max_resident: int,
+        app_name: Callable[[str], str] = str,
     ) -> None:
         self.max_resident = max_resident
         self._control = control
         self._take_host = take_host
         self._recover = recover
+        self._app_name = app_name
         self._resident: OrderedDict[str, _Resident] = OrderedDict()
         self._locks: dict[str, asyncio.Lock] = {}
         self._promised = 0
@@ -131,10 +141,9 @@ class Directory:
 
     async def _move_away(self, key: str, found: _Resident) -> None:
         if not await self._passivate(key, found, "migrating"):
+            app = self._app_name(found.digest)
             raise SessionConflict(
-                f"session {found.address.session_id!r} is busy in the app with digest {found.digest[:12]}; "
-                "wait for its run",
-                app=found.digest,
+                f"session {found.address.session_id!r} is busy in the app {app}; wait for its run", app=app
             )
 
     async def _activate(self, key: str, address: SessionAddress, digest: str) -> _Resident:
@@ -198,9 +207,10 @@ class Directory:
         """End a host: a dedicated one never serves a second session."""
         self._leaving.add(host.host_id)
         try:
-            await self._control.leave(host)
-        except HostGone:
-            pass
+            async with asyncio.timeout(LEAVE_LIMIT):
+                await self._control.leave(host)
+        except (HostGone, TimeoutError):
+            pass  # leave() ends the process in any case
 
     # --- hosts that die -----------------------------------------------------------------------------------
 
@@ -245,12 +255,13 @@ class Directory:
         if watching is not None:
             await asyncio.wait([watching])
 
-    def forget(self, address: SessionAddress, activation_id: str) -> None:
-        """A client found that this activation is no longer in its host."""
+    async def forget(self, address: SessionAddress, activation_id: str) -> None:
+        """A client found that this activation is no longer in its host: end the host, which is of no use."""
         key = _key(address)
         found = self._resident.get(key)
         if found is not None and found.activation_id == activation_id:
             del self._resident[key]
+            await self._let_go(found.host)
 
     # --- rebuilding, leaving ------------------------------------------------------------------------------
 

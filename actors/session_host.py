@@ -12,9 +12,8 @@ from retinue.actors.pooled_children import PooledChildren
 from retinue.actors.store_actor import RemoteEngine
 from retinue.actors.wire import answered, call, decode, encode, on_loop, read_reply
 from retinue.apps import AppSpec
-from retinue.errors import error_from_payload
 from retinue.host import Host
-from retinue.ids import SessionAddress
+from retinue.ids import SessionAddress, new_id
 from retinue.messages import Message
 from retinue.protocol import EventPageReply, RunStatus, Settled, StartRun
 from retinue.sessions import DeactivationReason
@@ -36,9 +35,8 @@ class RemoteChildHosts:
         self._releasing: asyncio.Task[None] | None = None
 
     async def assign(self, count: int, nested: bool) -> list[tuple[HostReference, int]]:
-        error, places = await call(self.keeper.assign, self.digest, self._host_id, count, nested)
-        if error:
-            raise error_from_payload(error)
+        request_id = new_id("request")
+        places = await call(self.keeper.assign, request_id, self.digest, self._host_id, count, nested)
         return [(HostReference(host_id, handle), given) for host_id, handle, given in places]
 
     def release(self, host_id: str, count: int) -> None:
@@ -50,7 +48,7 @@ class RemoteChildHosts:
         """Give places back, together with those that come back at the same moment."""
         await asyncio.sleep(0.002)
         releases, self._releases, self._releasing = self._releases, {}, None
-        await call(self.keeper.release, self.digest, self._host_id, releases)
+        await call(self.keeper.release, new_id("request"), self.digest, self._host_id, releases)
 
     async def deliver(self, host: HostReference, number: int, messages: list[Down]) -> None:
         await call(host.handle.deliver, self._host_id, self._own_handle, encode((number, messages)))

@@ -176,7 +176,7 @@ def _summary(
     run_id: str | None = None,
     store: str | None = None,
 ) -> dict[str, Any]:
-    """The summary object of ``--json``; docs/demo.md describes it. Without a budget its figures are unknown."""
+    """The summary object of ``--json`` (docs/demo.md); without a budget its figures are unknown."""
     tokens = budget.tokens if budget is not None else None
     return {
         "status": status,

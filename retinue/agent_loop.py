@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from retinue.agents import TOOL_CONCURRENCY, Agent
 from retinue.drivers import DriverCapabilities, RunRequest
-from retinue.errors import ModelFailed, RetinueError
+from retinue.errors import ModelFailed, RetinueError, ValidationFailed
 from retinue.messages import Message, ToolCall, system, tool_result, user
 from retinue.models import ModelResponse
 from retinue.results import DriverOutput
@@ -36,6 +36,7 @@ class AgentDriver:
 
     async def start(self, request: RunRequest, services: ExecutionServices) -> DriverOutput:
         agent = self.agent
+        self._check_names(services)
         question = user(request.input)
         conversation = [*services.history, question]
         services.record_conversation([question])
@@ -64,6 +65,14 @@ class AgentDriver:
             turn = [_answer(response), *(tool_result(result.call_id, result.text) for result in results)]
             services.record_conversation(turn)
             conversation.extend(turn)
+
+    def _check_names(self, services: ExecutionServices) -> None:
+        twice = {item.name for item in self.agent.tools} & {item.name for item in services.tools}
+        if twice:
+            raise ValidationFailed(
+                f"agent {self.agent.name} and the app both have a tool named {', '.join(sorted(twice))}",
+                path=f"agent.{self.agent.name}.tools",
+            )
 
     async def _ask(self, services: ExecutionServices, conversation: Sequence[Message]) -> ModelResponse:
         agent = self.agent

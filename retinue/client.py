@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from retinue.budgets import BudgetSnapshot, ResourceSnapshot
-from retinue.errors import EventGap, InputError, LeaseLost, NotFound, Overloaded
+from retinue.errors import (
+    EventGap,
+    InputError,
+    LeaseLost,
+    NotFound,
+    Overloaded,
+    RetinueError,
+    SessionConflict,
+)
 from retinue.events import EventsLost, RunTerminal, decode_event
 from retinue.ids import Identity, SessionAddress
 from retinue.messages import Message
@@ -22,6 +30,10 @@ from retinue.store import RunRecord, Store, StoredArtifact, StoredSession
 PAGE = 256
 """Events asked for at once."""
 _ATTEMPTS = 6
+_PAUSE = 0.02
+"""Seconds before asking again about a run that is neither in memory nor ended."""
+_REMEMBERED = 4096
+"""Runs for which it is remembered that the store has the answers."""
 
 
 class HostGone(Exception):
@@ -82,7 +94,7 @@ class SessionClient:
     def __init__(self, store: Store, router: Router) -> None:
         self.store = store
         self._router = router
-        self._in_store: set[str] = set()
+        self._in_store: set[tuple[Identity, str]] = set()
         """Runs whose records have the answers, because no process has them any more."""
 
     def address(self, identity: Identity, session_id: str) -> SessionAddress:
@@ -96,7 +108,16 @@ class SessionClient:
     # --- runs ---------------------------------------------------------------------------------------------
 
     async def start(self, start: StartRun) -> RunStatus:
-        """Start a run; returns when its record is stored. Safe to repeat."""
+        """Start a run; returns when its record is stored. Safe to repeat, also when the run has ended."""
+        try:
+            return await self._start(start)
+        except (SessionConflict, InputError):
+            record = await self._ended(start.identity, start.run_id)
+            if record is None or record.session_id != start.session_id:
+                raise
+            return _record_status(record)
+
+    async def _start(self, start: StartRun) -> RunStatus:
         address = self.address(start.identity, start.session_id)
         for _ in range(_ATTEMPTS):
             located = await self._router.locate(address)
@@ -136,8 +157,8 @@ class SessionClient:
                 return _settled(await self._record(identity, run_id))
             try:
                 return await located.host.result(located.activation_id, run_id)
-            except (NotFound, LeaseLost):
-                await self._not_there(address, located, run_id)
+            except (NotFound, LeaseLost) as error:
+                await self._not_there(address, located, run_id, error)
             except HostGone:
                 await self._router.host_lost(address, located)
 
@@ -157,8 +178,8 @@ class SessionClient:
                 return await self._stored_events(await self._record(identity, run_id), after, limit)
             try:
                 return await located.host.events(located.activation_id, run_id, after, limit)
-            except (NotFound, LeaseLost):
-                await self._not_there(address, located, run_id)
+            except (NotFound, LeaseLost) as error:
+                await self._not_there(address, located, run_id, error)
             except HostGone:
                 await self._router.host_lost(address, located)
 
@@ -170,14 +191,17 @@ class SessionClient:
                 return _record_status(await self._record(identity, run_id))
             try:
                 return await located.host.status(located.activation_id, run_id)
-            except (NotFound, LeaseLost):
-                await self._not_there(address, located, run_id)
+            except (NotFound, LeaseLost) as error:
+                await self._not_there(address, located, run_id, error)
             except HostGone:
                 await self._router.host_lost(address, located)
 
     async def find_run(self, identity: Identity, run_id: str) -> RunRecord:
         """The record of a run of this identity. Raises :class:`NotFound`."""
-        return await self._record(identity, run_id)
+        record = await self._record(identity, run_id)
+        if record.outcome is not None:
+            self._answered_by_store(identity, run_id)
+        return record
 
     async def _record(self, identity: Identity, run_id: str) -> RunRecord:
         record = await self.store.read_run(identity, run_id)
@@ -191,18 +215,36 @@ class SessionClient:
 
     async def _located_run(self, address: SessionAddress, run_id: str) -> Located | None:
         """Where to ask about a run; ``None`` when its record has the answer."""
-        if run_id in self._in_store:
+        if (address.identity, run_id) in self._in_store:
             return None
-        return await self._router.locate(address)
+        try:
+            return await self._router.locate(address)
+        except (SessionConflict, Overloaded):
+            if await self._ended(address.identity, run_id) is None:
+                raise
+            self._answered_by_store(address.identity, run_id)
+            return None
 
-    async def _not_there(self, address: SessionAddress, located: Located, run_id: str) -> None:
-        """The activation does not know the run: its record has the answer, or the activation is stale."""
+    async def _not_there(
+        self, address: SessionAddress, located: Located, run_id: str, error: RetinueError
+    ) -> None:
+        """The activation does not know the run: its record has the answer, or the activation is gone.
+
+        An activation that is there and is just accepting the run must not be forgotten: another one would
+        take its lease.
+        """
         if await self._ended(address.identity, run_id) is not None:
-            self._in_store.add(run_id)
-        else:
-            await self._record(address.identity, run_id)
+            self._answered_by_store(address.identity, run_id)
+            return
+        await self._record(address.identity, run_id)
+        if isinstance(error, LeaseLost) or "activation_id" in error.data:
             self._router.forget(address, located)
-            await asyncio.sleep(0.02)
+        await asyncio.sleep(_PAUSE)
+
+    def _answered_by_store(self, identity: Identity, run_id: str) -> None:
+        if len(self._in_store) >= _REMEMBERED:
+            self._in_store.clear()
+        self._in_store.add((identity, run_id))
 
     async def _stored_events(self, record: RunRecord, after: int, limit: int) -> EventPageReply:
         final = record.final_cursor or 0

@@ -77,7 +77,7 @@ def pickle_work(work: object, name: str) -> bytes:
 
 def pickle_value(value: object, path: str) -> bytes:
     """``value`` pickled; :class:`NotShippable` names the innermost member that cannot be."""
-    import cloudpickle
+    import cloudpickle  # type: ignore[import-untyped]
 
     try:
         return bytes(cloudpickle.dumps(value))

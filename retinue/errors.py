@@ -81,7 +81,7 @@ class RetinueError(Exception):
     def __init_subclass__(cls) -> None:
         cls.codes = cls.__dict__.get("codes", (cls.code,))
         if cls.__module__ != __name__:
-            return  # an application's subclass travels as the error that it extends, and takes no code of ours
+            return  # an application's subclass travels as what it extends, and takes no code of ours
         for code in cls.codes:
             _BY_CODE[code] = cls
 

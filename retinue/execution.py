@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import msgspec
@@ -37,8 +38,8 @@ class DriverExecution:
         await asyncio.wait([self._driving])
         cancelled, services.cancelled = services.cancelled, True
         # Outside of the task that cancel() interrupts, so that nothing is left however the driver ended.
-        await services.cancel_owned()
-        services.end()
+        await services.owned.cancel()
+        services.owned.end()
         return self._with_state(self._outcome(self._driving, cancelled=cancelled), state_before)
 
     def cancel(self) -> None:
@@ -72,7 +73,7 @@ class DriverExecution:
             raise RetinueError(f"driver {work.id} returned a bad output: {problem}", code="execution_failed")
         encoded = _encoded(output, work.id)
         self._extend_history(output)
-        await self._services.settle_owned()
+        await self._services.owned.settle()
         return encoded
 
     def _extend_history(self, output: DriverOutput) -> None:
@@ -151,11 +152,8 @@ def error_payload(error: BaseException) -> dict[str, Any]:
         error = error.exceptions[0]
     reason = Reason.of(error)
     if isinstance(error, RetinueError):
-        payload = error.to_payload()
-        try:
+        with contextlib.suppress(Exception):
+            payload = error.to_payload()
             msgspec.json.encode(payload)
-        except Exception:
-            pass
-        else:
             return payload
     return {"code": escape_surrogates(str(reason.code)), "message": escape_surrogates(reason.message)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +16,7 @@ from retinue.event_log import check_cursor
 from retinue.events import Event, decode_event
 from retinue.ids import Identity
 from retinue.loop import awaited, blocking, on_client_loop
+from retinue.messages import escape_surrogates
 from retinue.protocol import RunState, RunStatus, StartRun
 from retinue.results import Reason, RunResult
 
@@ -130,17 +132,18 @@ class RunHandle:
 
     async def result(self) -> RunResult:
         """The one result; a refused run has a local one, with status ``failed``. Each call gives a copy."""
-        return await awaited(self._settled())
+        return copy.deepcopy(await awaited(self._settled()))
 
     def wait(self, timeout: float | None = None) -> RunResult:
         """The one result, blocking; ``TimeoutError`` after ``timeout`` seconds, the run goes on."""
-        return blocking(self._settled(), timeout)
+        return copy.deepcopy(blocking(self._settled(), timeout))
 
     def __await__(self) -> Generator[Any, None, RunResult]:
         return self.result().__await__()
 
     def _settled(self) -> concurrent.futures.Future[RunResult]:
-        if self._settling is None:
+        # A failure to ask is no result: the next call asks again.
+        if self._settling is None or _has_failed(self._settling):
             self._settling = on_client_loop(self._settle())
         return self._settling
 
@@ -172,12 +175,7 @@ class RunHandle:
 
     def iter_events(self, after: int = 0) -> Iterator[Event]:
         """The blocking twin of :meth:`events`."""
-        stream = self.events(after)
-        try:
-            while (event := blocking(on_client_loop(stream.next_event()))) is not None:
-                yield event
-        finally:
-            stream.close()
+        return _blocking_events(self.events(after))
 
     # --- control ------------------------------------------------------------------------------------------
 
@@ -202,7 +200,7 @@ class RunHandle:
         if self._local_result is not None or self.state == "finished":
             return
         client = await self._backend.client()
-        await client.cancel(self.identity, self.session_id, self.run_id, str(reason))
+        await client.cancel(self.identity, self.session_id, self.run_id, escape_surrogates(str(reason)))
 
     def __repr__(self) -> str:
         return f"<RunHandle {self.run_id} {self.state}>"
@@ -215,6 +213,8 @@ class EventStream(AsyncIterator[Event]):
         self._handle = handle
         self._cursor = after
         self._buffer: deque[Event] = deque()
+        self._abandoned: deque[concurrent.futures.Future[Event | None]] = deque()
+        """Reads whose reader stopped waiting; the next readers take them, so that no event is lost."""
         self._ended = False
         self._turn: asyncio.Lock | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -228,7 +228,13 @@ class EventStream(AsyncIterator[Event]):
         return self
 
     async def __anext__(self) -> Event:
-        event = await awaited(on_client_loop(self.next_event()))
+        read = self._abandoned.popleft() if self._abandoned else on_client_loop(self.next_event())
+        try:
+            event = await awaited(read)
+        except asyncio.CancelledError:
+            if not read.cancelled():
+                self._abandoned.append(read)
+            raise
         if event is None:
             raise StopAsyncIteration
         return event
@@ -282,3 +288,15 @@ class EventStream(AsyncIterator[Event]):
         self._buffer.clear()
         if self._reading is not None:
             self._reading.cancel()
+
+
+def _blocking_events(stream: EventStream) -> Iterator[Event]:
+    try:
+        while (event := blocking(on_client_loop(stream.next_event()))) is not None:
+            yield event
+    finally:
+        stream.close()
+
+
+def _has_failed(future: concurrent.futures.Future[RunResult]) -> bool:
+    return future.done() and (future.cancelled() or future.exception() is not None)

@@ -10,16 +10,17 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from retinue.apps import AppSpec, app_by_name
 from retinue.children import LocalChildren
 from retinue.client import Located, SessionClient
 from retinue.config import RuntimeConfig
-from retinue.errors import SessionConflict
+from retinue.errors import RetinueError, SessionConflict
 from retinue.handles import RunHandle
 from retinue.host import Host
 from retinue.ids import SessionAddress, new_id
-from retinue.loop import before_exit
+from retinue.loop import before_exit, not_before_exit
 from retinue.messages import Message
 from retinue.protocol import EventPageReply, RunStatus, Settled, StartRun
 from retinue.store import Holder, Store, StoredSession, StoreEngine
@@ -53,7 +54,8 @@ class _Resident:
 
 
 _resident: OrderedDict[str, _Resident] = OrderedDict()
-_activating: dict[str, asyncio.Lock] = {}
+_activating: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+"""Held by whoever is finding the session just now."""
 
 
 class InProcessHost:
@@ -85,12 +87,20 @@ class InProcessHost:
 
 
 class InProcessBackend:
-    """Sessions of one runtime in this process."""
+    """Sessions of one runtime in this process.
+
+    Args:
+        engine: the store.
+        owns_engine: close it at the end; an engine that others may use too is left open.
+        holder: this runtime, as leases describe it.
+        app: what its runs run.
+    """
 
     remote = False
 
-    def __init__(self, engine: StoreEngine, holder: Holder, app: LocalApp) -> None:
+    def __init__(self, engine: StoreEngine, *, owns_engine: bool, holder: Holder, app: LocalApp) -> None:
         self._store = store = Store(engine)
+        self._owns_engine = owns_engine
         self._app = app.spec
         self._workers = Workers()
         self._host = Host(
@@ -109,11 +119,13 @@ class InProcessBackend:
         return self._client
 
     def peek(self, handle: RunHandle) -> RunStatus | None:
-        return self._host.peek(handle.run_id) or handle.last_status
+        return self._host.peek(handle.identity, handle.run_id) or handle.last_status
 
     async def locate(self, address: SessionAddress) -> Located:
         key = f"{address.store_id}:{address.session_key}"
         async with _activating.setdefault(key, asyncio.Lock()):
+            if self._closed:
+                raise RetinueError("this runtime is closed; make another one")
             found = _resident.get(key)
             if found is not None and found.digest != self._app.digest:
                 await self._move(key, address, found)
@@ -123,7 +135,8 @@ class InProcessBackend:
                 await self._host.activate(address, activation_id, self._store, self._app)
                 found = _resident[key] = _Resident(self._host, activation_id, self._app.digest)
                 await _make_room()
-        _resident.move_to_end(key)
+        if key in _resident:
+            _resident.move_to_end(key)
         return Located(InProcessHost(found.host), found.host.holder.holder_id, found.activation_id)
 
     async def _move(self, key: str, address: SessionAddress, found: _Resident) -> None:
@@ -147,12 +160,14 @@ class InProcessBackend:
         if self._closed:
             return
         self._closed = True
+        not_before_exit(self.close)
         await self._host.close("the runtime is closed")
         for key, resident in list(_resident.items()):
             if resident.host is self._host:
                 del _resident[key]
-        self._workers.stop()
-        await self._store.close()
+        await self._workers.stopped()
+        if self._owns_engine:
+            await self._store.close()
 
 
 async def _make_room() -> None:

@@ -106,9 +106,7 @@ class ModelCalls:
             raise
         assert isinstance(admitted, ModelAdmitted)
         try:
-            response = await client.generate(
-                msgspec.structs.replace(request, max_tokens=admitted.max_tokens)
-            )
+            response = await client.generate(msgspec.structs.replace(request, max_tokens=admitted.max_tokens))
             usage = _usage_of(response, client)
             settlement = msgspec.structs.replace(settlement, usage=usage, answered=not services.cancelled)
         except ModelFailed as error:
@@ -141,14 +139,14 @@ def _usage_of(response: object, client: ModelClient) -> Usage | None:
     usage: object = response.usage
     if usage is None:
         return None
-    problem = usage.problem() if isinstance(usage, Usage) else f"it is {type(usage).__name__}, not a Usage"
+    problem = usage.problem() if isinstance(usage, Usage) else f"it is a {type(usage).__name__}"
     if problem:
         raise ModelFailed(f"{called} reported impossible usage: {problem}")
     return response.usage
 
 
 def check_max_tokens(value: object) -> None:
-    """Raise ``Unsupported`` unless ``value`` is a positive integer or ``None``, before anything is reserved."""
+    """Raise ``Unsupported`` unless ``value`` is a positive integer or ``None``; nothing is reserved then."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -238,20 +238,22 @@ class Run:
 
     async def _drive(self) -> _Ending:
         if self._cancelled is not None:
-            status: Status = _cancel_status(self._cancelled)
+            status = _cancel_status(self._cancelled)
             return _Ending(status, reason=self._cancelled, partial=True, entered=False)
         self.events.emit(RunStarted(self.config.driver.id))
         try:
             self._execution = self._environment.launch_root(self)
         except RetinueError as error:
             return _Ending("failed", reason=Reason.of(error), partial=True)
-        finished = await self._execution.wait()
+        return self._ending(await self._execution.wait())
+
+    def _ending(self, finished: Finished) -> _Ending:
         if self._cancelled is not None or finished.cancelled:
             reason = self._cancelled or Reason("cancelled", "the driver was cancelled")
             return _Ending(_cancel_status(reason), reason=reason, partial=True, state=finished.state)
         if finished.error is not None:
             reason = Reason(str(finished.error["code"]), str(finished.error["message"]))
-            status = "stopped" if reason.code == "budget_exhausted" else "failed"
+            status: Status = "stopped" if reason.code == "budget_exhausted" else "failed"
             return _Ending(status, reason=reason, partial=True, state=finished.state)
         output = decode_output(finished.output or b"")
         return _Ending(output.status, output=output, reason=output.reason, state=finished.state)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from retinue.apps import AppSpec, app_by_name, app_by_value
 from retinue.backend import Backend
@@ -41,7 +42,7 @@ class Runtime:
             :class:`RuntimeConfig`.
         store: URL of the store: ``sqlite:///relative.db``, ``sqlite:////absolute.db`` or ``memory:``. By
             default a SQLite file under RETINUE_HOME on Ray, and memory in-process. In-process it may be an
-            engine too.
+            engine too, which stays open when the runtime is closed.
         backend: ``"ray"``, or ``"inprocess"``: the same runtime without Ray, for tests.
         address: of the Ray cluster; the standing cluster that is found, or a local one, by default.
 
@@ -79,7 +80,9 @@ class Runtime:
                 estimate_input_tokens=estimate_input_tokens,
                 name=name,
             )
-        elif driver is not None:
+        elif any((driver, grants, budgets, tools, models, estimate_input_tokens, name)) or (
+            event_capacity != DEFAULT_CAPACITY
+        ):
             raise ValidationFailed("give either an app or its members as keywords, not both", path="app")
         self._config = app if isinstance(app, RuntimeConfig) else None
         """The configuration, where it is loaded in this process."""
@@ -102,7 +105,7 @@ class Runtime:
         session_id: str,
         run_id: str | None = None,
         grants: Grants | None = None,
-        deadline: float | None = None,
+        deadline: float | datetime | None = None,
         run_mode: RunMode = "execute",
         parent_run_id: str | None = None,
         root_run_id: str | None = None,
@@ -115,7 +118,7 @@ class Runtime:
             session_id: the conversation to go on with, or to begin.
             run_id: chosen by the caller, so that repeating the start is harmless; made up when left out.
             grants: narrows the app's grants.
-            deadline: epoch seconds at which the run is cancelled.
+            deadline: epoch seconds, or an aware datetime, at which the run is cancelled.
             run_mode: ``execute`` or ``plan``.
             parent_run_id, root_run_id: labels for the caller's own records, on every event.
 
@@ -195,11 +198,12 @@ class Runtime:
     def close(self) -> None:
         """Give up what this process holds for the runtime; done by itself when the process ends.
 
-        In-process: cancels its runs and releases its sessions. On Ray: runs and sessions go on.
+        In-process: cancels its runs, releases its sessions and closes the store that it opened. On Ray: runs
+        and sessions go on.
         """
         blocking(on_client_loop(self._backend.close()))
 
-    def __enter__(self) -> Runtime:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -251,9 +255,12 @@ class Sessions:
 def _check_deadline(deadline: object) -> float | None:
     if deadline is None:
         return None
+    if isinstance(deadline, datetime) and deadline.tzinfo is not None:
+        return deadline.timestamp()
     if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not math.isfinite(deadline):
         raise InputError(
-            f"deadline must be epoch seconds, a finite number, not {deadline!r}", field="deadline"
+            f"deadline must be epoch seconds, a finite number, or an aware datetime, not {deadline!r}",
+            field="deadline",
         )
     return float(deadline)
 
@@ -266,8 +273,10 @@ def _inprocess_backend(app: RuntimeConfig | str, store: str | StoreEngine | None
     from retinue.inprocess import InProcessBackend, local_app
     from retinue.storage import open_store, this_process
 
+    owned = store is None or isinstance(store, str)
     engine = open_store(store or MEMORY) if store is None or isinstance(store, str) else store
-    return InProcessBackend(engine, this_process(new_id("host"), "inprocess"), local_app(app))
+    holder = this_process(new_id("host"), "inprocess")
+    return InProcessBackend(engine, owns_engine=owned, holder=holder, app=local_app(app))
 
 
 def _ray_backend(app: AppSpec, store: str | StoreEngine | None, address: str | None) -> Backend:

@@ -7,8 +7,6 @@ through a :class:`RootPort`; nothing here decides about budgets or grants.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import contextvars
 import copy
 import functools
 import inspect
@@ -44,6 +42,7 @@ from retinue.messages import (
 )
 from retinue.model_calls import ModelCalls
 from retinue.models import ModelClient, ModelResponse, ToolSchema
+from retinue.owned_work import OwnedWork
 from retinue.protocol import (
     AdmitTool,
     Emit,
@@ -56,6 +55,7 @@ from retinue.protocol import (
     ToolDone,
 )
 from retinue.tools import Tool, ToolArgumentError, ToolResult, result_text
+from retinue.workers import in_thread
 
 if TYPE_CHECKING:
     from retinue.agents import Agent
@@ -129,8 +129,8 @@ class ExecutionServices:
         self._port = port
         self._threads = threads
         self._history = list(history)
-        self._owned: set[asyncio.Task[Any]] = set()
-        self._ended = False
+        self.owned = OwnedWork()
+        """What must be done before the execution has ended."""
         self._pairing = ToolPairing()
         self._call_ids = itertools.count(1)
         self._models = ModelCalls(self, port)
@@ -291,7 +291,7 @@ class ExecutionServices:
             arguments = {**arguments, "ctx": ToolContext(self, call_id)}
         if found.is_async:
             return await found.function(**arguments)
-        value = await self.in_thread(functools.partial(found.function, **arguments))
+        value = await in_thread(self._threads, functools.partial(found.function, **arguments))
         return await value if inspect.isawaitable(value) else value
 
     def _tool_done(
@@ -415,7 +415,7 @@ class ExecutionServices:
         self.tell(Emit(participant=self.participant, payload=check_payload(payload)))
 
     def emit_text(self, text: str) -> None:
-        """Add ``text.delta`` events, in pieces of at most 8,192 characters; a delegate's text stays inside."""
+        """Add ``text.delta`` events, of at most 8,192 characters each; a delegate's text stays inside."""
         if not self._is_root:
             return
         for start in range(0, len(text), MAX_DELTA):
@@ -426,64 +426,11 @@ class ExecutionServices:
 
         Every call of a model, a tool or a delegate is registered by itself.
         """
-        try:
-            self._check_running()
-        except InputError:
-            if inspect.iscoroutine(work):
-                work.close()
-            raise
-        task = asyncio.ensure_future(_awaited(work))
-        self._owned.add(task)
-        task.add_done_callback(self._owned.discard)
-        return task
-
-    async def settle_owned(self) -> None:
-        """Wait for owned work that is still pending; raise the first failure."""
-        await asyncio.sleep(0)  # tasks that the driver has just made come to register their calls
-        while pending := list(self._owned):
-            await asyncio.wait(pending)
-            for task in pending:
-                error = None if task.cancelled() else task.exception()
-                # A delegate that its parent cancelled is no failure of the parent.
-                if error is not None and not (isinstance(error, RetinueError) and error.code == "cancelled"):
-                    raise error
-
-    async def cancel_owned(self) -> None:
-        """Cancel owned work and wait until it is gone; its outcome is nobody's any more."""
-        while pending := list(self._owned):
-            for task in pending:
-                task.cancel()
-            await asyncio.wait(pending)
-            for task in pending:
-                if not task.cancelled():
-                    task.exception()
-
-    def end(self) -> None:
-        """The driver has ended and its work is gone: whoever still has these services is refused."""
-        self._ended = True
-
-    def _check_running(self) -> None:
-        if self._ended:
-            raise InputError("the run has ended; its services cannot be used any more", code="run_finished")
-
-    async def in_thread(self, function: Callable[[], T]) -> T:
-        """Run a blocking function in the tool threads; a cancellation waits until it has returned."""
-        work = self._threads.submit(contextvars.copy_context().run, function)
-        waiting = asyncio.wrap_future(work)
-        try:
-            return await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            # What has not begun never will; a thread that runs cannot be stopped from outside.
-            if not work.cancel():
-                while not waiting.done():
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.wait([waiting])
-                waiting.exception()
-            raise
+        return self.owned.run(work)
 
     async def ask(self, message: ParticipantMessage) -> RootReply:
         """Ask the root; a rejection is raised as its error, or as cancellation when the run is ending."""
-        self._check_running()
+        self.owned.check_running()
         reply = await self._port.ask(message)
         if isinstance(reply, Rejected):
             if reply.cancelled:
@@ -492,12 +439,8 @@ class ExecutionServices:
         return reply
 
     def tell(self, message: ParticipantMessage) -> None:
-        self._check_running()
+        self.owned.check_running()
         self._port.tell(message)
-
-
-async def _awaited(work: Awaitable[T]) -> T:
-    return await work
 
 
 def _being_cancelled() -> bool:

@@ -134,9 +134,7 @@ def _arguments_model(
         schema = model.model_json_schema()
     except PydanticUserError as error:
         why = str(error).splitlines()[0]
-        raise ValidationFailed(
-            f"tool {name}: its parameters cannot be described: {why}", path=name
-        ) from None
+        raise ValidationFailed(f"tool {name}: its parameters cannot be described: {why}", path=name) from None
     schema.pop("title", None)
     return names, model, schema
 
@@ -160,7 +158,7 @@ def tool(
 
 
 def check_tools(tools: Sequence[object], path: str) -> tuple[Tool, ...]:
-    """``tools`` as a tuple; :class:`ValidationFailed` names the member that is no tool, or a repeated name."""
+    """``tools`` as a tuple; :class:`ValidationFailed` names what is no tool, or a repeated name."""
     checked: list[Tool] = []
     for index, item in enumerate(tools):
         if not isinstance(item, Tool):

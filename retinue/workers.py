@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -113,3 +114,19 @@ class Workers:
         """:meth:`stop` from a coroutine of another loop, which goes on meanwhile."""
         await self._loop_thread.stopped()
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def in_thread(threads: concurrent.futures.Executor, function: Callable[[], T]) -> T:
+    """Run a blocking function in a thread; a cancellation waits until it has returned."""
+    work = threads.submit(contextvars.copy_context().run, function)
+    waiting = asyncio.wrap_future(work)
+    try:
+        return await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        # What has not begun never will; a thread that runs cannot be stopped from outside.
+        if not work.cancel():
+            while not waiting.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([waiting])
+            waiting.exception()
+        raise

@@ -160,15 +160,15 @@ def compose(groups: Sequence[Sequence[Finding]], question: Question, most: int) 
                 heading = group[place].heading
                 sentences.append(Sentence(group[place].plain, None, None, headings=(heading,), rank=place))
     # Every finding has the question's main words: how rare they are among findings says little.
-    chosen = distinct(rank(sentences, question, least_idf=0.8), most, least_share=0.5)
+    chosen = distinct(rank(sentences, question, least_idf=0.6), most, least_share=0.5)
     of = {id(sentence): finding for sentence, finding in zip(sentences, findings, strict=True)}
     picked = [of[id(item.sentence)] for item in chosen] or findings[:most]
     lead, others = picked[:1], picked[1:]
-    for other in list(others):
-        if any(_adjacent(other, known) for known in lead):
+    # What follows the best finding in its text reads on from it.
+    for other in sorted(others, key=lambda finding: finding.places[:1]):
+        if _follows(lead[-1], other):
             others.remove(other)
             lead.append(other)
-    lead.sort(key=lambda finding: finding.places[:1])
     paragraphs = [" ".join(_closed(finding) for finding in lead)]
     if others:
         paragraphs.append("\n".join(["Also:", *(f"- {finding.text}" for finding in others)]))
@@ -178,11 +178,11 @@ def compose(groups: Sequence[Sequence[Finding]], question: Question, most: int) 
     return "\n\n".join(paragraphs)
 
 
-def _adjacent(one: Finding, other: Finding) -> bool:
+def _follows(one: Finding, other: Finding) -> bool:
     if not one.places or not other.places or one.heading != other.heading:
         return False
-    (file, line), (other_file, other_line) = one.places[0], other.places[-1]
-    return file == other_file and abs(line - other_line) <= _ADJACENT_LINES
+    (file, line), (other_file, other_line) = one.places[-1], other.places[0]
+    return file == other_file and line <= other_line <= line + _ADJACENT_LINES
 
 
 def _closed(finding: Finding) -> str:

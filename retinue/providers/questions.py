@@ -45,7 +45,8 @@ _BECAUSE = re.compile(
     re.IGNORECASE,
 )
 _COMMAND = re.compile(
-    r"\bcommands?\b|\bhow (?:do|can|could|should|would|to) (?:i|we|you|one)?\b|\b(?:install|flag|invoke|syntax)\b",
+    r"\bcommands?\b|\bhow (?:do|can|could|should|would|to) (?:i|we|you|one)?\b"
+    r"|\b(?:install|flag|invoke|syntax)\b",
     re.IGNORECASE,
 )
 _MORE = re.compile(r"\b(?:more|else|others?|another|further|besides|apart from|beyond)\b", re.IGNORECASE)

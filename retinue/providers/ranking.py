@@ -29,7 +29,7 @@ _GAP, _GAP_BONUS, _PAIR_FACTOR = 3, 0.2, 2.0
 _RANK_STEP = 0.08
 """What each place in an earlier ranking costs."""
 _REPEAT_SHARES = (0.7, 0.35)
-"""What is left of the score of a sentence that an earlier answer gave; less where the question asks for more."""
+"""What is left of the score of a sentence that an earlier answer gave; less where more is asked for."""
 _FEW_SENTENCES = 20
 """Among fewer sentences how rare a word is says little."""
 

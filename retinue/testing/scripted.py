@@ -154,7 +154,7 @@ class ScriptedModel:
                 role=request.role,
             )
         )
-        with open(Path(self._folder) / f"{name}.jsonl", "a+b") as record:
+        with (Path(self._folder) / f"{name}.jsonl").open("a+b") as record:
             fcntl.flock(record, fcntl.LOCK_EX)
             record.seek(0)
             before = sum(1 for _ in record)

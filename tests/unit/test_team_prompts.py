@@ -104,7 +104,11 @@ def test_a_member_may_get_two_tasks() -> None:
     [
         [],
         [MemberOutput("a", "First.\n\n- second [x.md:3]")],
-        [MemberOutput("a", "text"), MemberOutput("b", "", "the process died"), MemberOutput("c", "half", "late")],
+        [
+            MemberOutput("a", "text"),
+            MemberOutput("b", "", "the process died"),
+            MemberOutput("c", "half", "late"),
+        ],
     ],
 )
 def test_outputs_survive_the_synthesis_request(outputs: Sequence[MemberOutput]) -> None:

@@ -52,7 +52,7 @@ def chat_server(delay: float = 0.0, port: int = 0) -> Iterator[ChatServer]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_POST(self) -> None:  # noqa: N802 - named by the base class
+        def do_POST(self) -> None:
             state.keys.append(self.headers.get("Authorization"))
             status, kind, body = state.respond(self.rfile.read(int(self.headers["Content-Length"])))
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -62,7 +62,7 @@ def chat_server(delay: float = 0.0, port: int = 0) -> Iterator[ChatServer]:
                 self.end_headers()
                 self.wfile.write(body)
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     class Server(ThreadingHTTPServer):

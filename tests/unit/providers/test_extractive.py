@@ -68,7 +68,9 @@ def test_it_is_a_model_client_that_travels() -> None:
 
 
 async def test_tools_are_called_once_for_each_value() -> None:
-    response = await ask([user("question: how long?\npart: a.md:1-9\npart: b c.md:2-3\npart: a.md:1-9")], [READ])
+    response = await ask(
+        [user("question: how long?\npart: a.md:1-9\npart: b c.md:2-3\npart: a.md:1-9")], [READ]
+    )
     assert [call.arguments for call in response.tool_calls] == [{"part": "a.md:1-9"}, {"part": "b c.md:2-3"}]
     assert response.finish_reason == "tool_calls"
     assert len({call.id for call in response.tool_calls}) == 2
@@ -103,7 +105,12 @@ async def test_without_values_no_tool_is_called() -> None:
 async def test_call_ids_are_new_in_every_turn() -> None:
     task = user("part: a.md:1-9\nquestion: lease?")
     first = await ask([task], [READ])
-    history = [task, assistant("", first.tool_calls), tool_result(first.tool_calls[0].id, LEASES), assistant("15 s")]
+    history = [
+        task,
+        assistant("", first.tool_calls),
+        tool_result(first.tool_calls[0].id, LEASES),
+        assistant("15 s"),
+    ]
     second = await ask([*history, task], [READ])
     assert second.tool_calls
     assert {call.id for call in first.tool_calls}.isdisjoint(call.id for call in second.tool_calls)
@@ -157,7 +164,9 @@ async def test_a_part_that_was_not_read_is_named(problem: str) -> None:
 
 
 async def test_plain_text_is_answered_from_without_citations() -> None:
-    text = "The harbour opens at nine. A lease lasts 15 s.\n\nShips wait outside.\n\nHow long does a lease last?"
+    text = (
+        "The harbour opens at nine. A lease lasts 15 s.\n\nShips wait outside.\n\nHow long does a lease last?"
+    )
     response = await ask([user(text)])
     assert response.text == "- A lease lasts 15 s."
 
@@ -205,7 +214,9 @@ async def test_the_cap_is_honoured(cap: int) -> None:
     whole = await read_and_ask("question: How is a lease renewed?\npart: leases.md:10-14", LEASES)
     assert whole.usage is not None
     assert whole.usage.output_tokens > 40
-    response = await read_and_ask("question: How is a lease renewed?\npart: leases.md:10-14", LEASES, max_tokens=cap)
+    response = await read_and_ask(
+        "question: How is a lease renewed?\npart: leases.md:10-14", LEASES, max_tokens=cap
+    )
     assert response.usage is not None
     assert response.usage.output_tokens == count_pieces(response.text) <= cap
     if response.finish_reason == "stop":

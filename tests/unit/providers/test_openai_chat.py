@@ -21,6 +21,7 @@ from retinue.messages import (
     FilePart,
     ImagePart,
     Message,
+    Part,
     TextPart,
     ToolCall,
     assistant,
@@ -65,11 +66,19 @@ async def model(server: ChatServer) -> AsyncIterator[OpenAIChatModel]:
 
 
 def completion(message: dict[str, Any], finish: str | None = "stop", **more: Any) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "finish_reason": finish, "message": {"role": "assistant", **message}}], **more}
+    return {
+        "choices": [{"index": 0, "finish_reason": finish, "message": {"role": "assistant", **message}}],
+        **more,
+    }
 
 
 def called(arguments: object, name: str = "docs_read_part", call_id: object = "c1") -> dict[str, Any]:
-    return {"content": None, "tool_calls": [{"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}]}
+    return {
+        "content": None,
+        "tool_calls": [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        ],
+    }
 
 
 # --- going well -------------------------------------------------------------------------------------------
@@ -79,7 +88,9 @@ async def test_a_whole_turn_with_tools(model: OpenAIChatModel, server: ChatServe
     """The embedded model behind the server answers as it does directly."""
     task = user("question: How long does a lease last?\npart: a.md:1-2")
     first = await model.generate(ModelRequest(messages=[system("Read."), task], tools=[READ], max_tokens=99))
-    assert [(call.name, call.arguments) for call in first.tool_calls] == [("docs/read:part", {"part": "a.md:1-2"})]
+    assert [(call.name, call.arguments) for call in first.tool_calls] == [
+        ("docs/read:part", {"part": "a.md:1-2"})
+    ]
     assert first.finish_reason == "tool_calls"
     result = tool_result(first.tool_calls[0].id, "file: a.md\n1| A lease lasts 15 s.")
     second = await model.generate(
@@ -113,7 +124,14 @@ async def test_usage_with_details(model: OpenAIChatModel, server: ChatServer) ->
 
 @pytest.mark.parametrize(
     "usage",
-    [None, {}, {"prompt_tokens": 7}, {"prompt_tokens": "7", "completion_tokens": 5}, [], {"total_tokens": 12}],
+    [
+        None,
+        {},
+        {"prompt_tokens": 7},
+        {"prompt_tokens": "7", "completion_tokens": 5},
+        [],
+        {"total_tokens": 12},
+    ],
 )
 async def test_usage_that_is_not_told_is_unknown_and_not_zero(
     model: OpenAIChatModel, server: ChatServer, usage: object
@@ -150,7 +168,7 @@ async def test_a_refusal_is_the_text(model: OpenAIChatModel, server: ChatServer)
 
 
 async def test_messages_are_mapped(model: OpenAIChatModel, server: ChatServer) -> None:
-    parts = [
+    parts: list[Part] = [
         TextPart("look"),
         ImagePart("QUJD", "image/png"),
         ImagePart("https://example.org/a.png"),
@@ -191,11 +209,13 @@ async def test_a_server_of_ones_own_needs_no_key(
     model: OpenAIChatModel, server: ChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY")
-    assert await model.generate(HELLO)
+    assert (await model.generate(HELLO)).text
     assert KEY not in (server.keys[0] or "")
 
 
-async def test_the_key_has_the_name_that_was_given(server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_key_has_the_name_that_was_given(
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OTHER_KEY", "sk-other")
     model = OpenAIChatModel("small", base_url=server.url, api_key_env="OTHER_KEY")
     await model.generate(HELLO)
@@ -302,9 +322,7 @@ async def test_what_the_server_says_is_quoted_short(model: OpenAIChatModel, serv
     assert len(error.message) < 600
 
 
-@pytest.mark.parametrize(
-    "arguments", ['{"part": ', "[1]", '"text"', "null", "7", "not json"]
-)
+@pytest.mark.parametrize("arguments", ['{"part": ', "[1]", '"text"', "null", "7", "not json"])
 async def test_malformed_tool_arguments(model: OpenAIChatModel, server: ChatServer, arguments: str) -> None:
     server.says(completion(called(arguments), "tool_calls"))
     error = await failure(model)
@@ -383,9 +401,7 @@ async def test_openai_itself_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "$OPENAI_API_KEY" in error.message
 
 
-async def test_a_missing_sdk_names_the_extra(
-    model: OpenAIChatModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_missing_sdk_names_the_extra(model: OpenAIChatModel, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without_openai(name: str, *arguments: Any, **options: Any) -> Any:

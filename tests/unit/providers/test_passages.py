@@ -30,7 +30,10 @@ def test_a_sentence_that_spans_lines_has_the_line_where_it_begins() -> None:
 
 
 def test_line_numbers_are_those_of_the_tool() -> None:
-    assert [sentence.citation for sentence in read("One.\n\nTwo.", first=41)] == ["[guide.md:41]", "[guide.md:43]"]
+    assert [sentence.citation for sentence in read("One.\n\nTwo.", first=41)] == [
+        "[guide.md:41]",
+        "[guide.md:43]",
+    ]
 
 
 def test_several_files_in_one_text() -> None:
@@ -71,7 +74,10 @@ def test_points_that_end_no_sentence(text: str) -> None:
 
 
 def test_numbers_may_end_a_sentence() -> None:
-    assert [text for _, text in shown("At most 64. More are refused.")] == ["At most 64.", "More are refused."]
+    assert [text for _, text in shown("At most 64. More are refused.")] == [
+        "At most 64.",
+        "More are refused.",
+    ]
 
 
 def test_list_items_stand_alone_and_know_their_lead() -> None:
@@ -88,7 +94,10 @@ def test_table_rows_read_on_their_own() -> None:
     two = read("| limit | value |\n| --- | --- |\n| children | 64 |")
     assert [(sentence.line, sentence.text, sentence.kind) for sentence in two] == [(3, "children: 64", "row")]
     three = read("| who dies | what then | seen |\n|---|---|---|\n| the client | nothing | |\n| a | b | c |")
-    assert [sentence.text for sentence in three] == ["the client: nothing", "who dies: a; what then: b; seen: c"]
+    assert [sentence.text for sentence in three] == [
+        "the client: nothing",
+        "who dies: a; what then: b; seen: c",
+    ]
     assert "who dies" in three[0].lead
 
 
@@ -130,7 +139,10 @@ def test_plain_text_has_no_citations() -> None:
 
 
 def test_windows_line_ends() -> None:
-    assert [text for _, text in [(s.line, s.text) for s in read_sentences("One.\r\n\r\nTwo.")]] == ["One.", "Two."]
+    assert [text for _, text in [(s.line, s.text) for s in read_sentences("One.\r\n\r\nTwo.")]] == [
+        "One.",
+        "Two.",
+    ]
 
 
 def test_other_scripts() -> None:
