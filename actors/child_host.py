@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from retinue.actors.background import Background
 from retinue.actors.channel import Inbox, Outbox
 from retinue.actors.messages import Down, KeepAlive, LateReply, RunChild, StopChild, Up, UpAnswer
 from retinue.actors.wire import call, decode, encode
@@ -101,8 +102,8 @@ class ChildHostCore:
         self._loading = asyncio.Lock()
         self._roots: dict[str, _Root] = {}
         self._finished = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._run(self._watch_silence())
+        self._background = Background("child host")
+        self._background.run(self._watch_silence())
 
     async def deliver(self, root_id: str, handle: Any, number: int, messages: list[Down]) -> None:
         """A batch from a session host."""
@@ -116,7 +117,7 @@ class ChildHostCore:
         for message in messages:
             match message:
                 case RunChild():
-                    self._run(self._run_child(root, message))
+                    self._background.run(self._run_child(root, message))
                 case StopChild():
                     self._stop_child(root, message.run_id)
                 case LateReply():
@@ -133,7 +134,7 @@ class ChildHostCore:
 
         root = _Root(root_id, handle, Outbox(send, lambda why: self._root_gone(root_id, why)))
         self._roots[root_id] = root
-        self._run(self._watch_root(root))
+        self._background.run(self._watch_root(root))
         return root
 
     # --- children -----------------------------------------------------------------------------------------
@@ -213,11 +214,6 @@ class ChildHostCore:
             port.answer(ask_id, _root_is_gone())
         root.asked.clear()
 
-    def _run(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def statistics(self) -> ChildHostStatistics:
         return ChildHostStatistics(
             host_id=self.host_id,
@@ -264,4 +260,3 @@ async def _load(app: AppSpec) -> RuntimeConfig:
 def _root_is_gone() -> Rejected:
     error = {"code": "interrupted", "message": "the session host of this run has died"}
     return Rejected(error=error, cancelled=True)
-

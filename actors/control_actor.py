@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 
+from retinue.actors.background import Background
 from retinue.actors.child_host import ChildHostActor, ChildHostStatistics
 from retinue.actors.directory import Directory, HostReference
 from retinue.actors.messages import Activate, Hello, HostDescription, Welcome, Whereabouts
@@ -89,9 +90,7 @@ class RayHosts:
         data = await call(host.handle.activate, encode(message), store, keeper)
         read_reply(data, None)
 
-    async def passivate(
-        self, host: HostReference, activation_id: str, reason: DeactivationReason
-    ) -> bool:
+    async def passivate(self, host: HostReference, activation_id: str, reason: DeactivationReason) -> bool:
         return read_reply(await call(host.handle.passivate, activation_id, reason), bool)
 
     async def leave(self, host: HostReference) -> None:
@@ -116,17 +115,23 @@ class RayHostFactory:
         self._app = app
 
     async def start_session_host(self, host_id: str) -> Any:
-        handle = _actor_class(SessionHostActor).options(
-            **_actor_options(host_name(host_id), self._namespace), max_restarts=0
-        ).remote(host_id, self._cluster_id)
+        handle = (
+            _actor_class(SessionHostActor)
+            .options(**_actor_options(host_name(host_id), self._namespace), max_restarts=0)
+            .remote(host_id, self._cluster_id)
+        )
         return await _ready(handle, handle, encode(self._app))
 
     async def start_child_host(self, host_id: str) -> Any:
-        handle = _actor_class(ChildHostActor).options(
-            **_actor_options(child_host_name(host_id), self._namespace),
-            max_restarts=0,
-            scheduling_strategy="SPREAD",
-        ).remote(host_id, encode(self._app))
+        handle = (
+            _actor_class(ChildHostActor)
+            .options(
+                **_actor_options(child_host_name(host_id), self._namespace),
+                max_restarts=0,
+                scheduling_strategy="SPREAD",
+            )
+            .remote(host_id, encode(self._app))
+        )
         return await _ready(handle)
 
     async def watch_child_host(self, handle: Any) -> None:
@@ -161,7 +166,7 @@ class ControlActor:
         self._versions: dict[str, str] = dict(self._options.versions)
         self._stores: dict[str, asyncio.Future[tuple[StoreDescription, Any]]] = {}
         self._rebuilding: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background("control actor")
         self._answers: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
 
     # --- registry: these two keep their shape for ever ----------------------------------------------------
@@ -192,7 +197,7 @@ class ControlActor:
             self._kept[app.digest] = app
             if _restarted():
                 await self._adopt_child_hosts(app.digest, pool)
-            self._spawn(self._retire_when_idle(pool))
+            self._background.run(self._retire_when_idle(pool))
         self._pools[app.digest].prepare()
 
     async def _adopt_child_hosts(self, digest: str, pool: PoolKeeper) -> None:
@@ -392,7 +397,7 @@ class ControlActor:
     async def _recover(self, host_id: str) -> None:
         """Fence a dead host in every store, and end the runs that it had."""
         for keeper in self._hosts.keepers.values():
-            self._spawn(call(keeper.release_all, host_id))
+            self._background.run(call(keeper.release_all, host_id))
         for description, handle in list(self._hosts.stores.values()):
             store = Store(RemoteEngine(handle, description))
             holder = this_process(new_id("directory"), self._cluster_id)
@@ -403,12 +408,6 @@ class ControlActor:
                     await store.release(grant.lease)
                 except (SessionConflict, LeaseLost):
                     continue  # somebody has taken it over already, and ends its runs
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(_seen)
-        task.add_done_callback(self._tasks.discard)
 
     # --- all ----------------------------------------------------------------------------------------------
 
@@ -464,18 +463,14 @@ def _restarted() -> bool:
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
-def _seen(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()
-
-
 def _actor_class(cls: type) -> Any:
     """The class as a Ray actor, with one group for state and one for calls that wait."""
     for name, member in vars(cls).items():
         if asyncio.iscoroutinefunction(member) and not name.startswith("_"):
             group = "waits" if name in _WAITING_METHODS else "control"
             setattr(cls, name, ray.method(concurrency_group=group)(member))
-    return ray.remote(concurrency_groups={"control": CONTROL_CALLS, "waits": WAITING_CALLS})(cls)
+    groups = {"control": CONTROL_CALLS, "waits": WAITING_CALLS}
+    return ray.remote(concurrency_groups=groups)(cls)  # type: ignore[call-overload]  # missing in Ray's stubs
 
 
 _WAITING_METHODS = {"watch", "result", "events"}
@@ -497,4 +492,3 @@ def control_actor(name: str, namespace: str, cluster_id: str, options: DeployOpt
         )
         .remote(namespace, cluster_id, encode(options))
     )
-

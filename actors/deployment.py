@@ -41,7 +41,7 @@ class Deployment:
 def default_options(*, ephemeral: bool, max_resident: int | None = None) -> DeployOptions:
     """Options by what the machine has: a quarter of its memory for resident sessions."""
     memory = psutil.virtual_memory().total // 4
-    processors = int(ray.cluster_resources().get("CPU", 1))
+    processors = int(ray.cluster_resources().get("CPU", 1))  # type: ignore[no-untyped-call]
     spares = PoolOptions().session_spares
     return DeployOptions(
         max_resident=max_resident or max(2, int(memory // SESSION_HOST_BYTES)),

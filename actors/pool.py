@@ -7,6 +7,7 @@ brought the app is gone. It knows no Ray: hosts are started through :class:`Host
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from retinue.actors.background import Background
 from retinue.actors.directory import HostReference
 from retinue.client import HostGone
 from retinue.errors import Overloaded, RetinueError
@@ -95,7 +97,7 @@ class PoolKeeper:
         self._factory = factory
         self._options = options
         self._spares: deque[HostReference] = deque()
-        self._starting: set[asyncio.Task[None]] = set()
+        self._background = Background(f"pool of {app}")
         self._takers: deque[asyncio.Future[HostReference]] = deque()
         self._session_hosts_coming = 0
         self._child_hosts: dict[str, _ChildHost] = {}
@@ -115,7 +117,7 @@ class PoolKeeper:
         self._refill_child_hosts()
 
     def retire(self, unused_for: float = 0.0) -> None:
-        """End what nobody uses, if nobody asked for anything in so many seconds; the next need prepares again."""
+        """End what nobody uses, if there was no request for so many seconds; the next one prepares again."""
         if time.monotonic() - self._used < unused_for:
             return
         self._ready_ahead = False
@@ -155,7 +157,7 @@ class PoolKeeper:
         wanted = ahead + len(self._takers)
         while len(self._spares) + self._session_hosts_coming < wanted:
             self._session_hosts_coming += 1
-            self._run(self._start_session_host())
+            self._background.run(self._start_session_host())
 
     async def _start_session_host(self) -> None:
         host_id = new_id("host")
@@ -183,16 +185,9 @@ class PoolKeeper:
             return error
         return Overloaded(f"a {what} of {self._app} could not be started: {error}")
 
-    def _run(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
-
     # --- places for delegates -----------------------------------------------------------------------------
 
-    async def assign(
-        self, requester: str, count: int, nested: bool
-    ) -> list[tuple[HostReference, int]]:
+    async def assign(self, requester: str, count: int, nested: bool) -> list[tuple[HostReference, int]]:
         """Places for up to ``count`` delegates of a session host: hosts, and how many may go to each.
 
         Waits until there is at least one place. ``nested`` delegates (of delegates) are placed beyond the
@@ -280,7 +275,7 @@ class PoolKeeper:
 
     def _start_child_host(self) -> None:
         self._child_hosts_coming += 1
-        self._run(self._bring_child_host())
+        self._background.run(self._bring_child_host())
 
     async def _bring_child_host(self) -> None:
         host_id = new_id("child")
@@ -300,14 +295,12 @@ class PoolKeeper:
     def adopt_child_host(self, host_id: str, handle: Any) -> None:
         """Give out places in this child host from now on."""
         self._child_hosts[host_id] = _ChildHost(host_id, handle)
-        self._run(self._watch(host_id, handle))
+        self._background.run(self._watch(host_id, handle))
         self._serve()
 
     async def _watch(self, host_id: str, handle: Any) -> None:
-        try:
+        with contextlib.suppress(HostGone):
             await self._factory.watch_child_host(handle)
-        except HostGone:
-            pass
         self._child_hosts.pop(host_id, None)
         self._refill_child_hosts()
         self._serve()
@@ -321,8 +314,7 @@ class PoolKeeper:
 
     def close(self) -> None:
         """Start nothing any more."""
-        for task in self._starting:
-            task.cancel()
+        self._background.close()
 
     def statistics(self) -> PoolStatistics:
         return PoolStatistics(

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from inspect import isawaitable
-from typing import Any, Protocol
+from typing import Protocol
 
+from retinue.actors.background import Background
 from retinue.actors.channel import Inbox, Outbox
 from retinue.actors.directory import HostReference
 from retinue.actors.messages import Down, KeepAlive, LateReply, RunChild, StopChild, Up, UpAnswer
@@ -71,7 +72,7 @@ class PooledChildren:
         """Trees with live delegates, by the root's run id, and how many."""
         self._asking: dict[bool, deque[_Asking]] = {}
         """Delegates without a place yet, nested ones apart."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background("delegates")
 
     # --- launching ----------------------------------------------------------------------------------------
 
@@ -94,7 +95,7 @@ class PooledChildren:
         queue = self._asking.get(nested)
         if queue is None:
             queue = self._asking[nested] = deque()
-            self._run(self._ask_for_places(nested, queue))
+            self._background.run(self._ask_for_places(nested, queue))
         queue.append(asking)
         try:
             return await asking.answer
@@ -139,8 +140,8 @@ class PooledChildren:
                 lambda why: self._host_gone(host.host_id, why),
             )
             link = self._links[host.host_id] = _Link(host, outbox)
-            self._run(self._watch(link))
-            self._run(self._keep_alive(link))
+            self._background.run(self._watch(link))
+            self._background.run(self._keep_alive(link))
         return link
 
     # --- messages -----------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ class PooledChildren:
         for up in messages:
             reply = self._handle(link, up)
             if isawaitable(reply):
-                self._run(self._reply_later(link, up.ask_id, reply))
+                self._background.run(self._reply_later(link, up.ask_id, reply))
             elif up.ask_id:
                 replies.append((up.ask_id, reply))
         trees = {up.tree_id: self._trees[up.tree_id][0] for up in messages if up.tree_id in self._trees}
@@ -222,19 +223,13 @@ class PooledChildren:
             if link.children:
                 link.outbox.post(KeepAlive())
 
-    def _run(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     @property
     def live(self) -> int:
         """Delegates that are placed and have not ended."""
         return len(self._where)
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._background.close()
 
 
 def _unknown() -> Rejected:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import ray
 
+from retinue.actors.background import Background
 from retinue.actors.wire import answered, call, decode, encode, read_reply
 from retinue.client import HostGone
 from retinue.errors import StoreUnavailable
@@ -99,7 +100,7 @@ class RemoteEngine:
         self.description = description
         self._waiting: list[tuple[StoreOperation, asyncio.Future[StoreReply]]] = []
         self._in_flight = 0
-        self.calls = 0
+        self._background = Background("store client")
 
     @property
     def store_id(self) -> str:
@@ -115,7 +116,7 @@ class RemoteEngine:
         self._waiting.extend(zip(operations, futures, strict=True))
         if self._in_flight < _IN_FLIGHT:
             self._in_flight += 1
-            asyncio.ensure_future(self._send())
+            self._background.run(self._send())
         return await asyncio.gather(*futures)
 
     async def _send(self) -> None:
@@ -127,7 +128,6 @@ class RemoteEngine:
             self._in_flight -= 1
 
     async def _send_batch(self, batch: list[tuple[StoreOperation, asyncio.Future[StoreReply]]]) -> None:
-        self.calls += 1
         try:
             data = await call(self.handle.execute, encode([operation for operation, _ in batch]))
             replies: list[StoreReply] = read_reply(data, list[StoreReply])

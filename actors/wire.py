@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import msgspec
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
@@ -26,8 +26,13 @@ UNAVAILABLE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode(data: bytes, kind: type[T] | Any) -> T:
-    return msgspec.msgpack.decode(data, type=kind)  # type: ignore[no-any-return]
+@overload
+def decode(data: bytes, kind: type[T]) -> T: ...
+@overload
+def decode(data: bytes, kind: object) -> Any: ...
+def decode(data: bytes, kind: object) -> Any:
+    """A value from msgpack; ``kind`` is a class, or any type that msgspec knows."""
+    return msgspec.msgpack.decode(data, type=kind)
 
 
 async def answered(work: Awaitable[Any]) -> bytes:
@@ -38,7 +43,11 @@ async def answered(work: Awaitable[Any]) -> bytes:
         return _ERROR + encode(error.to_payload())
 
 
-def read_reply(data: bytes, kind: type[T] | Any) -> T:
+@overload
+def read_reply(data: bytes, kind: type[T]) -> T: ...
+@overload
+def read_reply(data: bytes, kind: object) -> Any: ...
+def read_reply(data: bytes, kind: object) -> Any:
     """The value of reply bytes, or the error that they carry, raised."""
     if data[:1] == _ERROR:
         raise error_from_payload(msgspec.msgpack.decode(data[1:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import ray
 
@@ -25,7 +26,9 @@ WRITERS = 2
 class Writer:
     """A process with sessions, as a host with shared isolation has them."""
 
-    async def run(self, handle: object, description: StoreDescription, sessions: int, name: str) -> list[float]:
+    async def run(
+        self, handle: object, description: StoreDescription, sessions: int, name: str
+    ) -> list[float]:
         store = Store(RemoteEngine(handle, description))
         times: list[list[float]] = await asyncio.gather(
             *(self._session(store, f"{name}-{number}") for number in range(sessions))
@@ -64,7 +67,7 @@ def measure(store: str) -> Row:
     node_id = ray.get_runtime_context().get_node_id()
     handle = start_store_actor("bench.store", "retinue", normalise_url(store), node_id)
     description: StoreDescription = read_reply(ray.get(handle.describe.remote()), StoreDescription)
-    writers = [ray.remote(Writer).options(num_cpus=0).remote() for _ in range(WRITERS)]
+    writers: list[Any] = [ray.remote(Writer).options(num_cpus=0).remote() for _ in range(WRITERS)]
     share = SESSIONS // WRITERS
     start = time.perf_counter()
     parts = ray.get(

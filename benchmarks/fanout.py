@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from benchmarks.measure import IDENTITY, Row, bare_hop_ms, resident_mb
 from retinue import (
@@ -49,7 +49,7 @@ class OneOfEach:
 
     id: str = "one-of-each"
     version: int = 1
-    capabilities: DriverCapabilities = DriverCapabilities()
+    capabilities: DriverCapabilities = field(default_factory=DriverCapabilities)
 
     async def start(self, request: RunRequest, services: ExecutionServices) -> DriverOutput:
         from retinue.messages import user
@@ -66,7 +66,7 @@ class FanOut:
     children: int
     id: str = "fan-out"
     version: int = 1
-    capabilities: DriverCapabilities = DriverCapabilities()
+    capabilities: DriverCapabilities = field(default_factory=DriverCapabilities)
 
     async def start(self, request: RunRequest, services: ExecutionServices) -> DriverOutput:
         work = OneOfEach()
@@ -132,4 +132,3 @@ class _Peak:
     @property
     def base(self) -> float:
         return sum(self.first.values())
-

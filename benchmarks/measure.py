@@ -34,7 +34,7 @@ class _Echo:
 
 def bare_hop_ms(calls: int = 400) -> float:
     """Median milliseconds of one awaited call to a warm async actor with a few bytes, there and back."""
-    actor = ray.remote(_Echo).options(num_cpus=0).remote()
+    actor: Any = ray.remote(_Echo).options(num_cpus=0).remote()
     times = [_timed(lambda: ray.get(actor.echo.remote(b"x" * 200))) for _ in range(calls + 50)][50:]
     ray.kill(actor)
     return statistics.median(times) * 1000

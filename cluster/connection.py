@@ -7,6 +7,8 @@ import logging
 import os
 import queue
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+import psutil
 
 from retinue.cluster.authentication import MODE, TOKEN, Environment, new_token, token_source
 from retinue.cluster.probe import Probe
@@ -75,6 +79,7 @@ class _State:
     def __init__(self) -> None:
         self.opened: Connection | None = None
         self.environment = Environment()
+        self.sweeper: subprocess.Popen[bytes] | None = None
 
 
 _state = _State()
@@ -240,6 +245,7 @@ def _start_local(options: dict[str, Any]) -> None:
     _state.environment.set(environment)
     try:
         _init(address=LOCAL, include_dashboard=False, **options)
+        _state.sweeper = _start_sweeper()
     except BaseException as error:
         _forget()
         if not isinstance(error, Exception):
@@ -279,6 +285,23 @@ def _forget() -> None:
     """Nothing is open any more: put the environment back."""
     _state.opened = None
     _state.environment.restore()
+    if _state.sweeper is not None:
+        _state.sweeper.communicate()  # the end of its input; nothing is left to sweep, so it ends at once
+        _state.sweeper = None
+
+
+def _start_sweeper() -> subprocess.Popen[bytes] | None:
+    """See :mod:`retinue.cluster.sweep`."""
+    raylet = next((child.pid for child in psutil.Process().children() if child.name() == "raylet"), None)
+    if raylet is None:
+        return None
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("sweep.py")), str(raylet)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # signals to the owner's group are not for it
+    )
 
 
 # --- the thread that stays ----------------------------------------------------------------------------------

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import importlib.util
-import os
 import shlex
 import shutil
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from retinue.cluster.interrupts import INTERRUPTED, Interrupts
 from retinue.errors import InputError, RetinueError
 
 if TYPE_CHECKING:
@@ -39,11 +34,9 @@ CHARACTERS_PER_TOKEN = 3.6
 """Of numbered English text, roughly; to say beforehand whether a token limit can be enough."""
 REDRAW_SECONDS = 0.1
 
-COMPLETED, FAILED, STOPPED, INTERRUPTED = 0, 1, 3, 130
-"""Exit statuses of :func:`run`."""
+COMPLETED, FAILED, STOPPED = 0, 1, 3
+"""Exit statuses of :func:`run`, beside :data:`INTERRUPTED`."""
 CANCEL_REASON = "interrupted by the user"
-_QUIET_INTERRUPTS = 2
-"""Interrupts that the orderly end of the process ignores; one more ends it at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +221,7 @@ def _runtime(job: _Job) -> Runtime:
 
 def _conduct(job: _Job, runtime: Runtime, output: Output) -> int:
     """Start the run, show it, and see it to its end, whatever the person does."""
-    interrupts = _Interrupts()
+    interrupts = Interrupts()
     try:
         status = asyncio.run(_Conductor(job, runtime, output, interrupts).conduct())
     except RetinueError as error:
@@ -239,57 +232,10 @@ def _conduct(job: _Job, runtime: Runtime, output: Output) -> int:
     return status
 
 
-class _Interrupts:
-    """SIGINT and SIGTERM while the run goes on, and while the process ends in good order after it."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._on_interrupt: Callable[[], None] | None = None
-        self._before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._caught)
-            atexit.register(self._end_quietly)
-
-    def watch(self, on_interrupt: Callable[[], None]) -> None:
-        """Call this for each interrupt, on the running event loop."""
-        loop = asyncio.get_running_loop()
-
-        def notify() -> None:
-            loop.call_soon_threadsafe(on_interrupt)
-
-        self._on_interrupt = notify
-        if self.count:
-            notify()
-
-    def restore(self) -> None:
-        """Put back what was there; an interrupted process ends, and keeps ignoring further interrupts."""
-        self._on_interrupt = None
-        if not self.count:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-
-    def _caught(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self._on_interrupt is not None:
-            self._on_interrupt()
-
-    def _end_quietly(self) -> None:
-        """The end of the process: leases are released and the local Ray ends; it takes a second or two."""
-        self.count = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._caught_at_end)
-
-    def _caught_at_end(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self.count > _QUIET_INTERRUPTS:
-            os._exit(INTERRUPTED)
-
-
 class _Conductor:
     """Follows one run for one person."""
 
-    def __init__(self, job: _Job, runtime: Runtime, output: Output, interrupts: _Interrupts) -> None:
+    def __init__(self, job: _Job, runtime: Runtime, output: Output, interrupts: Interrupts) -> None:
         self._job = job
         self._runtime = runtime
         self._output = output

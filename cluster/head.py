@@ -76,7 +76,7 @@ def stop_head(record: ClusterRecord) -> int:
         How many processes ended.
     """
     process = record.process()
-    ended = 0 if process is None else _end_tree(process)
+    ended = _end_orphans(record) if process is None else _end_tree(process)
     if record.temp_dir is not None:
         shutil.rmtree(record.temp_dir, ignore_errors=True)
     if record.token_path is not None:
@@ -203,6 +203,22 @@ def _members(head: psutil.Process) -> set[psutil.Process]:
     with contextlib.suppress(psutil.Error):
         members.update(head.children(recursive=True))
     return members
+
+
+def _end_orphans(record: ClusterRecord) -> int:
+    """End what outlives a head that was killed: Ray's agents do, by a minute. They are in its session still."""
+    orphans = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
+            if (
+                os.getsid(process.pid) == record.pid
+                and process.create_time() >= (record.pid_started or 0.0)
+                and "RAY_RAYLET_PID" in process.environ()
+            ):
+                orphans.append(process)
+    _kill(orphans)
+    _wait(orphans, _KILL_SECONDS)
+    return len(orphans)
 
 
 def _wait(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:

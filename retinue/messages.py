@@ -192,6 +192,9 @@ def encode_message(message: Message) -> bytes:
     Raises:
         InputError: it could not be read again: text that UTF-8 cannot carry, or a member of a wrong type.
     """
+    value: object = message
+    if not isinstance(value, Message):
+        raise InputError(f"a message must be a retinue.Message, not {type(value).__name__}")
     try:
         body = msgspec.json.encode(message)
         decode_message(body)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from retinue.budgets import Usage
 from retinue.messages import Message, ToolCall
-from retinue.models import FinishReason, ModelRequest, ModelResponse, ToolSchema
+from retinue.models import FinishReason, ModelRequest, ModelResponse
 from retinue.providers.findings import (
     MOST_FINDINGS,
     NOT_READ,
@@ -29,6 +28,7 @@ from retinue.providers.findings import (
 )
 from retinue.providers.passages import Sentence, is_numbered, read_sentences
 from retinue.providers.questions import Question
+from retinue.providers.value_lines import arguments_in
 from retinue.providers.wordpieces import count_calls, count_messages, count_pieces, cut_pieces
 from retinue.team_prompts import MemberOutput, plan_members, synthesis_material
 
@@ -113,56 +113,9 @@ def _tool_calls(request: ModelRequest) -> list[ToolCall]:
     number = 1 + sum(len(message.tool_calls) for message in request.messages)
     calls: list[ToolCall] = []
     for schema in request.tools:
-        for arguments in _arguments(schema, sources):
+        for arguments in arguments_in(schema, sources):
             calls.append(ToolCall(f"call_{number + len(calls)}", schema.name, arguments))
     return calls
-
-
-def _arguments(schema: ToolSchema, sources: Sequence[str]) -> list[dict[str, Any]]:
-    """The argument objects that the first text with all required parameters gives."""
-    properties: dict[str, Any] = schema.parameters.get("properties", {})
-    required: list[str] = schema.parameters.get("required", [])
-    for source in sources if required else ():
-        values = {name: _values(source, name, properties[name]) for name in properties}
-        if not all(values.get(name) for name in required):
-            continue
-        rows = max(len(values[name]) for name in required)
-        given = {name: found for name, found in values.items() if found}
-        if all(len(found) in (1, rows) for found in given.values()):
-            return [
-                {name: found[row] if len(found) == rows else found[0] for name, found in given.items()}
-                for row in range(rows)
-            ]
-    return []
-
-
-def _values(text: str, name: str, schema: dict[str, Any]) -> list[Any]:
-    """The values of one parameter in ``name: value`` lines, each once, in order, as the schema's type."""
-    lines = re.findall(rf"^[ \t]*(?:[-*][ \t]+)?{re.escape(name)}:[ \t]*(\S.*?)[ \t]*$", text, re.MULTILINE)
-    parse = _PARSERS.get(schema.get("type", "string"))
-    if parse is None:
-        return []
-    values: list[Any] = []
-    for line in dict.fromkeys(lines):
-        try:
-            values.append(parse(line))
-        except ValueError:
-            continue
-    return values
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    raise ValueError(text)
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "string": str,
-    "integer": int,
-    "number": float,
-    "boolean": _boolean,
-}
 
 
 def _fitting(calls: Sequence[ToolCall], limit: int | None) -> Iterator[ToolCall]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import weakref
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
-from retinue.budgets import Usage
 from retinue.errors import ModelFailed, ValidationFailed
-from retinue.messages import AudioPart, Content, FilePart, ImagePart, Message, TextPart, ToolCall
-from retinue.models import FinishReason, ModelRequest, ModelResponse, ToolSchema
+from retinue.messages import ToolCall
+from retinue.models import ModelRequest, ModelResponse
+from retinue.providers.openai_wire import WireNames, finish_reason, usage, wire_message, wire_tool
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -84,7 +82,7 @@ class OpenAIChatModel:
 
     async def generate(self, request: ModelRequest) -> ModelResponse:
         """One completion, without streaming and without retries."""
-        names = _WireNames(request.tools)
+        names = WireNames(request.tools)
         options = self._options(request, names)
         key = self._key()
         client = await self._client(key)
@@ -139,23 +137,13 @@ class OpenAIChatModel:
 
     # --- the request --------------------------------------------------------------------------------------
 
-    def _options(self, request: ModelRequest, names: _WireNames) -> dict[str, Any]:
+    def _options(self, request: ModelRequest, names: WireNames) -> dict[str, Any]:
         options: dict[str, Any] = {
             "model": self.model,
-            "messages": [_wire_message(message, names) for message in request.messages],
+            "messages": [wire_message(message, names) for message in request.messages],
         }
         if request.tools:
-            options["tools"] = [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": names.to_wire(schema.name),
-                        "description": schema.description,
-                        "parameters": schema.parameters,
-                    },
-                }
-                for schema in request.tools
-            ]
+            options["tools"] = [wire_tool(schema, names) for schema in request.tools]
         if request.max_tokens is not None:
             at_openai = urlsplit(self.server).hostname == urlsplit(DEFAULT_BASE_URL).hostname
             limit = self.limit_parameter or ("max_completion_tokens" if at_openai else "max_tokens")
@@ -166,7 +154,7 @@ class OpenAIChatModel:
 
     # --- the answer ---------------------------------------------------------------------------------------
 
-    def _response(self, body: bytes, names: _WireNames, key: str) -> ModelResponse:
+    def _response(self, body: bytes, names: WireNames, key: str) -> ModelResponse:
         try:
             answer = json.loads(body)
             choice = answer["choices"][0]
@@ -185,11 +173,11 @@ class OpenAIChatModel:
         return ModelResponse(
             text=text or message.get("refusal") or "",
             tool_calls=tool_calls,
-            usage=_usage(answer.get("usage")),
-            finish_reason=_finish_reason(finish, bool(tool_calls)),
+            usage=usage(answer.get("usage")),
+            finish_reason=finish_reason(finish, bool(tool_calls)),
         )
 
-    def _tool_call(self, call: Any, names: _WireNames, finish: object) -> ToolCall:
+    def _tool_call(self, call: Any, names: WireNames, finish: object) -> ToolCall:
         try:
             function = call["function"]
             call_id, name, arguments = call["id"], function["name"], function.get("arguments") or "{}"
@@ -252,98 +240,6 @@ class OpenAIChatModel:
             f"{self._called} broke the connection ({kind if cause else type(error).__name__}); "
             "look into its log"
         ) from None
-
-
-class _WireNames:
-    """Tool names as the API takes them (letters, digits, _ and -, at most 64), and back."""
-
-    def __init__(self, tools: Sequence[ToolSchema]) -> None:
-        self._wire: dict[str, str] = {}
-        for schema in tools:
-            self.to_wire(schema.name)
-
-    def to_wire(self, name: str) -> str:
-        if name not in self._wire:
-            wire = base = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:64]
-            number = 2
-            while wire in self._wire.values():
-                wire, number = f"{base[:60]}_{number}", number + 1
-            self._wire[name] = wire
-        return self._wire[name]
-
-    def from_wire(self, wire: str) -> str:
-        return next((name for name, known in self._wire.items() if known == wire), wire)
-
-
-def _wire_message(message: Message, names: _WireNames) -> dict[str, Any]:
-    if message.role == "tool":
-        return {"role": "tool", "tool_call_id": message.tool_call_id, "content": message.text}
-    wire: dict[str, Any] = {"role": message.role, "content": _wire_content(message.content)}
-    if message.tool_calls:
-        wire["content"] = wire["content"] or None
-        wire["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": names.to_wire(call.name),
-                    "arguments": json.dumps(call.arguments, ensure_ascii=False),
-                },
-            }
-            for call in message.tool_calls
-        ]
-    return wire
-
-
-def _wire_content(content: Content) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    return [_wire_part(part) for part in content]
-
-
-def _wire_part(part: TextPart | ImagePart | AudioPart | FilePart) -> dict[str, Any]:
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": part.text}
-    if isinstance(part, ImagePart):
-        is_url = part.data.startswith(("http://", "https://", "data:"))
-        url = part.data if is_url else f"data:{part.mime_type or 'image/png'};base64,{part.data}"
-        return {"type": "image_url", "image_url": {"url": url}}
-    if isinstance(part, AudioPart):
-        kind = (part.mime_type or "audio/wav").removeprefix("audio/")
-        return {"type": "input_audio", "input_audio": {"data": part.data, "format": kind}}
-    data = f"data:{part.mime_type or 'application/octet-stream'};base64,{part.data}"
-    return {"type": "file", "file": {"filename": part.filename or "file", "file_data": data}}
-
-
-def _usage(reported: object) -> Usage | None:
-    """The usage of an answer, or ``None`` where the server did not say both numbers: unknown is not zero."""
-    if not isinstance(reported, Mapping):
-        return None
-    given, made = _number(reported.get("prompt_tokens")), _number(reported.get("completion_tokens"))
-    if given is None or made is None:
-        return None
-    return Usage(
-        input_tokens=given,
-        output_tokens=made,
-        reasoning_tokens=_detail(reported, "completion_tokens_details", "reasoning_tokens"),
-        cached_tokens=_detail(reported, "prompt_tokens_details", "cached_tokens"),
-    )
-
-
-def _detail(reported: Mapping[str, Any], group: str, name: str) -> int:
-    details = reported.get(group)
-    return (_number(details.get(name)) if isinstance(details, Mapping) else None) or 0
-
-
-def _number(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _finish_reason(reported: object, has_calls: bool) -> FinishReason:
-    """The reason as ours. Some servers end an answer with complete tool calls as ``stop``."""
-    if reported in ("length", "content_filter"):
-        return "length" if reported == "length" else "content_filter"
-    return "tool_calls" if has_calls else "stop"
 
 
 def _error_text(body: bytes) -> str:

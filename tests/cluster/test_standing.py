@@ -107,7 +107,7 @@ def test_a_head_that_was_killed_is_told_and_cleared_away(environment: dict[str, 
     assert isinstance(pid, int)
     members = members_of(pid)
     os.kill(pid, signal.SIGKILL)
-    assert wait_until_gone(members, limit=30) == [], "the others must follow the head"
+    assert wait_until_gone([pid]) == []
 
     status = run_retinue("status", environment=environment)
     assert status.status == 1
@@ -118,6 +118,7 @@ def test_a_head_that_was_killed_is_told_and_cleared_away(environment: dict[str, 
 
     down = said(run_retinue("down", "--json", environment=environment))
     assert down["trouble"] == "its process had ended already"
+    assert wait_until_gone(members, limit=5) == [], "Ray's agents outlive a killed head by a minute"
     assert not Path(str(up["temp_dir"])).exists()
 
 
@@ -142,8 +143,8 @@ def test_a_given_cluster_is_used_and_left_running(environment: dict[str, str], t
 
 
 def test_a_head_that_cannot_start_is_one_message(environment: dict[str, str]) -> None:
-    broken = {**environment, "RAY_AUTH_MODE": "no-such-mode"}
-    done = run_retinue("up", environment=broken)
+    broken = {**environment, "RAY_AUTH_TOKEN": "t", "RAY_GCS_SERVER_PORT": "0", "RAY_LOG_TO_STDERR": "1"}
+    done = run_retinue("up", environment={**broken, "RAY_OVERRIDE_RESOURCES": "not json"})
     assert done.status == 2
     assert "Traceback" not in done.output
     assert "cluster_unreachable" in done.errors

@@ -42,7 +42,7 @@ from retinue import Identity, Runtime
 from tests.ray.drivers import Ticker
 runtime = Runtime(driver=Ticker(events=1))
 result = runtime.run_blocking("x", identity=Identity(tenant_id="acme", user_id="ann"), session_id="s")
-print(result.status, result.reason.code if result.reason else "", result.reason.message if result.reason else "")
+print(result.status, result.reason and result.reason.code, result.reason and result.reason.message)
 """
 
 WRONG_VERSION = """

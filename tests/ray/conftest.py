@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ MakeRuntime = Callable[..., Runtime]
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[str]:
+def cluster() -> str:
     """An ephemeral Ray with the runtime's actors; its address."""
     connection = connect()
     options = deployment.default_options(ephemeral=True, max_resident=MAX_RESIDENT)
     deployment.attach(ephemeral=connection.mode == "ephemeral", options=options)
-    yield connection.address
+    return connection.address
 
 
 @pytest.fixture

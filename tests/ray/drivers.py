@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from retinue import (
@@ -50,7 +50,7 @@ class Driver:
 
     id: str = "test"
     version: int = 1
-    capabilities: DriverCapabilities = DriverCapabilities()
+    capabilities: DriverCapabilities = field(default_factory=DriverCapabilities)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Ticker(Driver):
 @tool
 async def beat(path: str, ctx: ToolContext) -> str:
     """Write a line again and again, until cancelled."""
-    with open(path, "a") as log:  # noqa: ASYNC230 - a few bytes
+    with Path(path).open("a") as log:
         log.write(f"pid {os.getpid()}\n")
         log.flush()
         while True:
@@ -99,7 +99,7 @@ async def beat(path: str, ctx: ToolContext) -> str:
 @tool
 def beat_in_thread(path: str, ctx: ToolContext) -> str:
     """The same in a thread, which only looks at ``ctx.cancelled``."""
-    with open(path, "a") as log:
+    with Path(path).open("a") as log:
         while not ctx.cancelled:
             log.write("beat\n")
             log.flush()

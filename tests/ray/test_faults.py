@@ -18,7 +18,7 @@ from retinue.errors import Overloaded
 from retinue.events import Custom, Event, EventsLost
 from retinue.store import Store
 from tests.ray.conftest import MAX_RESIDENT, MakeRuntime, directory_statistics
-from tests.ray.drivers import Answers, CallsTool, HoldsModelCall, Parent, Pids, Ticker
+from tests.ray.drivers import CallsTool, HoldsModelCall, Parent, Pids, Ticker
 
 TIMEOUT = 60
 
@@ -87,7 +87,9 @@ def test_killed_child_host_loses_its_delegate_only(
     result = handle.wait(TIMEOUT)
     assert result.status == "completed"
     lost = [name for name, pid in children.items() if pid == victim]
-    expected = ["child_lost" if f"child-{index}" in lost else str(children[f"child-{index}"]) for index in range(4)]
+    expected = [
+        "child_lost" if f"child-{index}" in lost else str(children[f"child-{index}"]) for index in range(4)
+    ]
     assert result.structured == expected
     assert result.budget is not None
     assert (result.budget.tokens.used, result.budget.tokens.reserved) == (110, 0)
@@ -110,7 +112,7 @@ def test_killed_session_host_ends_the_run_interrupted_though_nobody_asks(
     handle = runtime.start("go", identity=identity, session_id="s")
     host = pids(handle, 1)[""]
     until(lambda: beats(log) > 3, "the delegate's tool works")
-    seen = [event for event in _events_so_far(handle)]
+    seen = _events_so_far(handle)
     kill(host)
 
     # Nobody asks: only the store is looked at, until the record has its outcome.
@@ -191,9 +193,7 @@ def test_cancel_reaches_every_delegate_and_its_tools(
     assert len(finished) == 5  # the nested parent's delegate too
 
 
-def test_killed_store_actor_is_a_pause(
-    make_runtime: MakeRuntime, identity: Identity, tmp_path: Path
-) -> None:
+def test_killed_store_actor_is_a_pause(make_runtime: MakeRuntime, identity: Identity, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     runtime = make_runtime(driver=Pids(gate=str(gate)))
     handle = runtime.start("x", identity=identity, session_id="s")

@@ -194,7 +194,7 @@ def test_a_store_that_cannot_be_opened_is_one_clear_error(
     (tmp_path / "file").write_text("no folder")
     runtime = make_runtime(driver=Ticker(events=1), store=f"sqlite:///{tmp_path}/file/x.db")
     handle = runtime.start("x", identity=identity, session_id="s")
-    with pytest.raises(StoreUnavailable, match="file/x.db"):
+    with pytest.raises(StoreUnavailable, match=r"file/x\.db"):
         asyncio.run(handle.accepted())
     result = handle.wait(TIMEOUT)
     assert result.reason is not None

@@ -50,9 +50,7 @@ class Hosts:
             raise HostGone("stillborn")
         self.active[host.host_id] = activation_id
 
-    async def passivate(
-        self, host: HostReference, activation_id: str, reason: DeactivationReason
-    ) -> bool:
+    async def passivate(self, host: HostReference, activation_id: str, reason: DeactivationReason) -> bool:
         if host.host_id in self.busy:
             return False
         self.active.pop(host.host_id, None)
