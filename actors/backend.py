@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import msgspec
+import ray
 
 from retinue.actors import deployment
 from retinue.actors.control_actor import control_actor
@@ -24,6 +25,7 @@ from retinue.handles import RunHandle
 from retinue.ids import SessionAddress, new_id
 from retinue.loop import before_exit
 from retinue.protocol import RunStatus
+from retinue.storage import is_relative, normalise_url
 from retinue.store import Store
 
 STATUS_PERIOD = 0.5
@@ -84,7 +86,7 @@ class RayBackend:
             _withdraw_at_exit(connection, deployed)
         try:
             introduced = asyncio.ensure_future(self._introduce(deployed)) if deployed.alone else None
-            hello = Hello(app_digest=self._app.digest, store_url=self._store_url)
+            hello = await asyncio.to_thread(self._hello)
             data, store = await call(self._directory.hello, encode(hello))
             welcome: Welcome = read_reply(data, Welcome)
             if introduced is not None:
@@ -94,6 +96,13 @@ class RayBackend:
         except HostGone as error:
             raise ClusterUnreachable(f"the directory of this cluster has died: {error}") from None
         return SessionClient(Store(RemoteEngine(store, welcome.store)), self)
+
+    def _hello(self) -> Hello:
+        url = self._store_url
+        if url is None:
+            return Hello(app_digest=self._app.digest, store_url=None)
+        node = ray.get_runtime_context().get_node_id() if is_relative(url) else None
+        return Hello(app_digest=self._app.digest, store_url=normalise_url(url), relative_to_node=node)
 
     async def _introduce(self, deployed: Deployment) -> None:
         """Make the keeper of this app, from this client's runtime environment, and let it be known."""
@@ -124,6 +133,9 @@ class RayBackend:
         located = Located(RemoteHost(handle), whereabouts.host_id, whereabouts.activation_id)
         self._located[address] = located
         return located
+
+    def resident(self, address: SessionAddress) -> Located | None:
+        return self._located.get(address)
 
     def forget(self, address: SessionAddress, located: Located) -> None:
         if self._located.get(address) is located:

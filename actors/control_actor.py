@@ -15,20 +15,18 @@ import msgspec
 import ray
 
 from retinue.actors.background import Background
-from retinue.actors.child_host import ChildHostActor, ChildHostStatistics
+from retinue.actors.child_host import ChildHostStatistics
 from retinue.actors.directory import Directory, HostReference
-from retinue.actors.messages import Activate, Hello, HostDescription, Welcome, Whereabouts
+from retinue.actors.messages import Hello, HostDescription, Welcome, Whereabouts
 from retinue.actors.names import (
     CHILD_HOST_PREFIX,
     HOST_PREFIX,
     KEEPER_PREFIX,
     STORE_PREFIX,
-    child_host_name,
-    host_name,
     store_name,
 )
 from retinue.actors.pool import POOL_IDLE, PoolKeeper, PoolOptions
-from retinue.actors.session_host import SessionHostActor
+from retinue.actors.ray_hosts import CONTROL_CALLS, RayHostFactory, RayHosts, actor_options
 from retinue.actors.store_actor import RemoteEngine, StoreDescription, start_store_actor
 from retinue.actors.wire import answered, call, decode, encode, read_reply
 from retinue.apps import AppSpec
@@ -36,14 +34,9 @@ from retinue.client import HostGone
 from retinue.errors import LeaseLost, Overloaded, RetinueError, SessionConflict, StoreUnavailable
 from retinue.ids import PROTOCOL_VERSION, SessionAddress, new_id
 from retinue.recovery import end_interrupted_runs
-from retinue.sessions import DeactivationReason
 from retinue.storage import this_process
 from retinue.store import Store
 
-CONTROL_CALLS = 10_000
-"""Calls at once in the group that owns state; none of them runs user code."""
-WAITING_CALLS = 100_000
-"""Calls at once that wait for something."""
 REMEMBERED_ANSWERS = 1_000
 """Answers kept for requests that come twice."""
 T = TypeVar("T")
@@ -61,96 +54,6 @@ class DeployOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a keeper keeps, from the start and again after a restart."""
 
 
-class RayHosts:
-    """Session and child hosts as Ray actors: starts, activates, watches and ends them."""
-
-    def __init__(self, namespace: str, cluster_id: str, apps: dict[str, AppSpec]) -> None:
-        self._namespace = namespace
-        self._cluster_id = cluster_id
-        self._apps = apps
-        self.keepers: dict[str, Any] = {}
-        """Keeper actors by app digest."""
-        self.stores: dict[str, tuple[StoreDescription, Any]] = {}
-        """Open stores by id, with their actors."""
-
-    def factory(self, app: AppSpec) -> RayHostFactory:
-        return RayHostFactory(self._namespace, self._cluster_id, app)
-
-    async def activate(
-        self, host: HostReference, address: SessionAddress, activation_id: str, digest: str
-    ) -> None:
-        description, store = self.stores[address.store_id]
-        message = Activate(
-            address=address,
-            activation_id=activation_id,
-            app=self._apps[digest],
-            store=description,
-        )
-        keeper = self.keepers[digest]
-        data = await call(host.handle.activate, encode(message), store, keeper)
-        read_reply(data, None)
-
-    async def passivate(self, host: HostReference, activation_id: str, reason: DeactivationReason) -> bool:
-        return read_reply(await call(host.handle.passivate, activation_id, reason), bool)
-
-    async def leave(self, host: HostReference) -> None:
-        try:
-            await call(host.handle.leave)
-        finally:
-            ray.kill(host.handle)
-
-    async def watch(self, host: HostReference) -> None:
-        await call(host.handle.watch)
-
-    async def ping(self, host: HostReference) -> None:
-        await call(host.handle.ping)
-
-
-class RayHostFactory:
-    """Starts the processes of one app, in the runtime environment of the process that this runs in."""
-
-    def __init__(self, namespace: str, cluster_id: str, app: AppSpec) -> None:
-        self._namespace = namespace
-        self._cluster_id = cluster_id
-        self._app = app
-
-    async def start_session_host(self, host_id: str) -> Any:
-        handle = (
-            _actor_class(SessionHostActor)
-            .options(**_actor_options(host_name(host_id), self._namespace), max_restarts=0)
-            .remote(host_id, self._cluster_id)
-        )
-        return await _ready(handle, handle, encode(self._app))
-
-    async def start_child_host(self, host_id: str) -> Any:
-        handle = (
-            _actor_class(ChildHostActor)
-            .options(
-                **_actor_options(child_host_name(host_id), self._namespace),
-                max_restarts=0,
-                scheduling_strategy="SPREAD",
-            )
-            .remote(host_id, encode(self._app))
-        )
-        return await _ready(handle)
-
-    async def watch_child_host(self, handle: Any) -> None:
-        await call(handle.watch)
-
-    def stop(self, handle: Any) -> None:
-        ray.kill(handle)
-
-
-async def _ready(handle: Any, *arguments: Any) -> Any:
-    """The actor, once it is; one that cannot get there is ended."""
-    try:
-        await call(handle.ready, *arguments)
-    except BaseException:
-        ray.kill(handle)
-        raise
-    return handle
-
-
 class ControlActor:
     """The shell: registry, directory and keeper, as far as this process has those roles."""
 
@@ -159,7 +62,7 @@ class ControlActor:
         self._cluster_id = cluster_id
         self._options = decode(options, DeployOptions)
         self._apps: dict[str, AppSpec] = {}
-        self._hosts = RayHosts(namespace, cluster_id, self._apps)
+        self._hosts = RayHosts(self._apps)
         self._pools: dict[str, PoolKeeper] = {}
         self._kept: dict[str, AppSpec] = {}
         self._directory: Directory | None = None
@@ -192,7 +95,9 @@ class ControlActor:
         if app.digest not in self._pools:
             for other in self._pools.values():
                 other.retire()  # the newest app is the one that is worked with: a notebook tries many
-            pool = PoolKeeper(app.name, self._hosts.factory(app), self._options.pool)
+            pool = PoolKeeper(
+                app.name, RayHostFactory(self._namespace, self._cluster_id, app), self._options.pool
+            )
             self._pools[app.digest] = pool
             self._kept[app.digest] = app
             if _restarted():
@@ -280,6 +185,7 @@ class ControlActor:
         await self._standing()
         hello = decode(data, Hello)
         try:
+            _refuse_elsewhere(hello)
             description, handle = await self._open_store(hello.store_url)
         except RetinueError as error:
             return b"\x01" + encode(error.to_payload()), None
@@ -458,26 +364,21 @@ async def named_actors(prefix: str, namespace: str) -> list[Any]:
     return handles
 
 
+def _refuse_elsewhere(hello: Hello) -> None:
+    """A relative path means a file of the client's node; the store's files are on this one."""
+    here = ray.get_runtime_context().get_node_id()
+    if hello.relative_to_node not in (None, here):
+        raise StoreUnavailable(
+            f"{hello.store_url} was given as a relative path, but this cluster keeps SQLite files on another "
+            "node, that of its directory; give the absolute path of a file there",
+            url=hello.store_url,
+            reason="bad_url",
+        )
+
+
 def _restarted() -> bool:
     """Whether Ray started this actor again after its process died: it has come back empty."""
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)
-
-
-def _actor_class(cls: type) -> Any:
-    """The class as a Ray actor, with one group for state and one for calls that wait."""
-    for name, member in vars(cls).items():
-        if asyncio.iscoroutinefunction(member) and not name.startswith("_"):
-            group = "waits" if name in _WAITING_METHODS else "control"
-            setattr(cls, name, ray.method(concurrency_group=group)(member))
-    groups = {"control": CONTROL_CALLS, "waits": WAITING_CALLS}
-    return ray.remote(concurrency_groups=groups)(cls)  # type: ignore[call-overload]  # missing in Ray's stubs
-
-
-_WAITING_METHODS = {"watch", "result", "events"}
-
-
-def _actor_options(name: str, namespace: str) -> dict[str, Any]:
-    return {"name": name, "namespace": namespace, "lifetime": "detached", "num_cpus": 0}
 
 
 def control_actor(name: str, namespace: str, cluster_id: str, options: DeployOptions) -> Any:
@@ -485,9 +386,8 @@ def control_actor(name: str, namespace: str, cluster_id: str, options: DeployOpt
     return (
         ray.remote(ControlActor)
         .options(
-            **_actor_options(name, namespace),
+            **{**actor_options(name, namespace), "max_restarts": -1},
             get_if_exists=True,
-            max_restarts=-1,
             max_concurrency=CONTROL_CALLS,
         )
         .remote(namespace, cluster_id, encode(options))

@@ -159,5 +159,16 @@ def _start(name: str, namespace: str, options: DeployOptions) -> Any:
             return handle
         except (RayActorError, GetTimeoutError, ValueError) as error:
             last = error
+            if "creation task" in str(error):
+                break  # it would fail again
             time.sleep(min(0.05 * 2**attempt, 1.0))
-    raise ClusterUnreachable(f"the actor {name} does not come to life on this cluster: {last}")
+    raise ClusterUnreachable(
+        f"the actor {name} does not come to life on this cluster: {_cause(last)}. Retinue must be installed "
+        "where the cluster's processes run"
+    )
+
+
+def _cause(error: Exception | None) -> str:
+    """The last line of what Ray says, which names the cause; before it stands a traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else repr(error)

@@ -18,6 +18,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     app_digest: str
     store_url: str | None
+    """Absolute; ``None`` for the cluster's own."""
+    relative_to_node: str | None = None
+    """The client's node, when the URL was made absolute there."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

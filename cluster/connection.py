@@ -31,6 +31,8 @@ ADDRESS_VARIABLE = "RETINUE_ADDRESS"
 _RAY_ADDRESS_VARIABLE = "RAY_ADDRESS"
 LOCAL = "local"
 AUTO = "auto"
+_AGENT_NAMES = ("ray::DashboardA", "ray::RuntimeEnv")
+"""How the names of Ray's agents begin: the system keeps 15 characters."""
 
 Mode = Literal["ephemeral", "standing"]
 """``ephemeral``: the cluster ends with the process that started it. ``standing``: it goes on."""
@@ -290,13 +292,17 @@ def _forget() -> None:
         _state.sweeper = None
 
 
-def _start_sweeper() -> subprocess.Popen[bytes] | None:
+def _start_sweeper() -> subprocess.Popen[bytes]:
     """See :mod:`retinue.cluster.sweep`."""
-    raylet = next((child.pid for child in psutil.Process().children() if child.name() == "raylet"), None)
-    if raylet is None:
-        return None
+    agents = [
+        f"{process.pid}:{process.create_time()}"
+        for raylet in psutil.Process().children()
+        if raylet.name() == "raylet"
+        for process in raylet.children()
+        if process.name().startswith(_AGENT_NAMES)
+    ]
     return subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__).with_name("sweep.py")), str(raylet)],
+        [sys.executable, "-P", str(Path(__file__).with_name("sweep.py")), *agents],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

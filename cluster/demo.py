@@ -242,7 +242,6 @@ class _Conductor:
         self._interrupts = interrupts
         self._interrupted = asyncio.Event()
         self._given_up = asyncio.Event()
-        self._handle: RunHandle | None = None
 
     async def conduct(self) -> int:
         from retinue.cluster.live_view import Progress
@@ -250,7 +249,7 @@ class _Conductor:
 
         progress = Progress(self._job.parts)
         self._interrupts.watch(self._interrupt)
-        handle = self._handle = self._runtime.start(
+        handle = self._runtime.start(
             self._job.question,
             identity=Identity(tenant_id="demo", user_id="you"),
             session_id=self._job.session,
@@ -263,13 +262,18 @@ class _Conductor:
             try:
                 await asyncio.wait([following, giving_up], return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in (drawing, cancelling, giving_up):
+                helpers = (drawing, cancelling, giving_up)
+                for task in (*helpers, *([] if following.done() else [following])):
                     task.cancel()
-                if not following.done():
-                    following.cancel()
-                await asyncio.wait([following, drawing, cancelling, giving_up])
+                # What a helper raised says nothing that the run's result does not say.
+                await asyncio.gather(following, *helpers, return_exceptions=True)
         if following.cancelled():
-            self._output.say("ended without waiting for the run; its session takes the next run all the same")
+            self._output.abandoned(
+                session=self._job.session,
+                store=self._job.store_url,
+                run_id=handle.run_id,
+                wall=time.monotonic() - self._job.began,
+            )
             return INTERRUPTED
         return self._report(handle, following.result())
 

@@ -158,6 +158,23 @@ class Output:
             )
             self._write_json(summary)
 
+    def abandoned(self, *, session: str, store: str, run_id: str, wall: float) -> None:
+        """The person did not wait for the run to end: what it spent is not known here."""
+        message = "ended without waiting for the run; its session takes the next run all the same"
+        self.say(message)
+        if self._json:
+            summary = _summary(
+                None,
+                status="cancelled",
+                reason={"code": "cancelled", "message": message},
+                delegates=self._progress.started,
+                wall=wall,
+                session=session,
+                run_id=run_id,
+                store=store,
+            )
+            self._write_json(summary)
+
     def _write_json(self, value: Any) -> None:
         with _deaf_ends():
             print(msgspec.json.encode(value).decode(), file=self._stdout, flush=True)

@@ -28,7 +28,6 @@ START_SECONDS = 60.0
 """How long a head may take to come up; 3 s on an idle machine."""
 _TERM_SECONDS = 10.0
 _KILL_SECONDS = 10.0
-_LOG_LINES = 15
 _POLL = 0.05
 
 
@@ -39,7 +38,7 @@ def start_head(*, namespace: str, num_cpus: int | None = None) -> ClusterRecord:
     The token is the one that the environment has, else a new one; it lies in a file of this user's.
 
     Raises:
-        ClusterUnreachable: it ended, or did not come up in time; the message has the end of its log.
+        ClusterUnreachable: it ended, or did not come up in time; the message has the last line it printed.
     """
     home = home_folder()
     home.mkdir(parents=True, exist_ok=True)
@@ -160,20 +159,20 @@ def _wait_for_address(process: psutil.Process, file: Path, log: Path) -> str:
                 if address := file.read_text("utf-8").strip():
                     return address
             if _ended(process):
-                raise ClusterUnreachable(
-                    f"the head of a new cluster ended at once; the end of {log}:\n{_tail(log)}"
-                )
+                raise ClusterUnreachable(f"the head of a new cluster ended at once: {_last_line(log)}")
             time.sleep(_POLL)
         raise ClusterUnreachable(
-            f"the head of a new cluster was not up in {START_SECONDS:.0f} s; the end of {log}:\n{_tail(log)}"
+            f"the head of a new cluster was not up in {START_SECONDS:.0f} s: {_last_line(log)}"
         )
     except BaseException:
         _end_tree(process)
         raise
 
 
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text("utf-8", errors="replace").splitlines()[-_LOG_LINES:])
+def _last_line(log: Path) -> str:
+    lines = log.read_text("utf-8", errors="replace").splitlines()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+    return f"{last} (all that it printed is in {log})"
 
 
 def _end_tree(head: psutil.Process) -> int:
@@ -206,14 +205,14 @@ def _members(head: psutil.Process) -> set[psutil.Process]:
 
 
 def _end_orphans(record: ClusterRecord) -> int:
-    """End what outlives a head that was killed: Ray's agents do, by a minute. They are in its session still."""
+    """End what outlives a head that was killed, as Ray's agents do by a minute: they are in its session."""
     orphans = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
             if (
                 os.getsid(process.pid) == record.pid
                 and process.create_time() >= (record.pid_started or 0.0)
-                and "RAY_RAYLET_PID" in process.environ()
+                and process.name().startswith("ray::")
             ):
                 orphans.append(process)
     _kill(orphans)

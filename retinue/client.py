@@ -79,6 +79,10 @@ class Router(Protocol):
         """
         ...
 
+    def resident(self, address: SessionAddress) -> Located | None:
+        """Where the session is known to live, whatever its app; nothing is brought to life."""
+        ...
+
     def forget(self, address: SessionAddress, located: Located) -> None:
         """That place was wrong: ask again next time."""
         ...
@@ -136,16 +140,22 @@ class SessionClient:
         """Cancel a run; nothing happens to one that has ended."""
         address = self.address(identity, session_id)
         for _ in range(_ATTEMPTS):
-            record = await self._ended(identity, run_id)
-            if record is not None:
-                return
-            located = await self._router.locate(address)
+            located = self._router.resident(address)
             try:
+                # Memory first: while its outcome is being stored, a run can still be cancelled.
+                if located is not None and await located.host.cancel(located.activation_id, run_id, reason):
+                    return
+                if await self._ended(identity, run_id) is not None:
+                    return
+                # Not started yet: whoever will start it must know.
+                located = await self._router.locate(address)
                 await located.host.cancel(located.activation_id, run_id, reason)
                 return
             except (NotFound, LeaseLost):
+                assert located is not None
                 self._router.forget(address, located)
             except HostGone:
+                assert located is not None
                 await self._router.host_lost(address, located)
 
     async def result(self, identity: Identity, session_id: str, run_id: str) -> Settled:
@@ -198,10 +208,7 @@ class SessionClient:
 
     async def find_run(self, identity: Identity, run_id: str) -> RunRecord:
         """The record of a run of this identity. Raises :class:`NotFound`."""
-        record = await self._record(identity, run_id)
-        if record.outcome is not None:
-            self._answered_by_store(identity, run_id)
-        return record
+        return await self._record(identity, run_id)
 
     async def _record(self, identity: Identity, run_id: str) -> RunRecord:
         record = await self.store.read_run(identity, run_id)
@@ -217,13 +224,14 @@ class SessionClient:
         """Where to ask about a run; ``None`` when its record has the answer."""
         if (address.identity, run_id) in self._in_store:
             return None
-        try:
-            return await self._router.locate(address)
-        except (SessionConflict, Overloaded):
-            if await self._ended(address.identity, run_id) is None:
-                raise
+        # Memory first: it may have events that no store keeps. No session comes to life to tell of what ended.
+        resident = self._router.resident(address)
+        if resident is not None:
+            return resident
+        if await self._ended(address.identity, run_id) is not None:
             self._answered_by_store(address.identity, run_id)
             return None
+        return await self._router.locate(address)
 
     async def _not_there(
         self, address: SessionAddress, located: Located, run_id: str, error: RetinueError

@@ -137,7 +137,11 @@ class InProcessBackend:
                 await _make_room()
         if key in _resident:
             _resident.move_to_end(key)
-        return Located(InProcessHost(found.host), found.host.holder.holder_id, found.activation_id)
+        return _located(found)
+
+    def resident(self, address: SessionAddress) -> Located | None:
+        found = _resident.get(f"{address.store_id}:{address.session_key}")
+        return None if found is None else _located(found)
 
     async def _move(self, key: str, address: SessionAddress, found: _Resident) -> None:
         if not await found.host.passivate(found.activation_id, "migrating"):
@@ -168,6 +172,10 @@ class InProcessBackend:
         await self._workers.stopped()
         if self._owns_engine:
             await self._store.close()
+
+
+def _located(found: _Resident) -> Located:
+    return Located(InProcessHost(found.host), found.host.holder.holder_id, found.activation_id)
 
 
 async def _make_room() -> None:

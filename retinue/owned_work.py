@@ -29,7 +29,7 @@ class OwnedWork:
         if self._ended and inspect.iscoroutine(work):
             work.close()
         self.check_running()
-        task = asyncio.ensure_future(_awaited(work))
+        task: asyncio.Task[T] = asyncio.create_task(work if inspect.iscoroutine(work) else _awaited(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -54,12 +54,12 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     usage: Usage = msgspec.field(default_factory=Usage)
     budget: BudgetSnapshot | None = None
     """``None`` when the ledger was lost with its process: unknown is not zero."""
-    artifacts: Sequence[ArtifactReference] = ()
+    artifacts: tuple[ArtifactReference, ...] = ()
     run_id: str
     session_id: str
     final_cursor: int
     """Number of the terminal event; 0 for a run that was refused and has no events."""
-    cleanup_diagnostics: Sequence[str] = ()
+    cleanup_diagnostics: tuple[str, ...] = ()
 
     def shortened(self, artifact_id: str) -> RunResult:
         """This result cut to what an event can carry, with the whole one referred to as an artifact."""

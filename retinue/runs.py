@@ -368,7 +368,7 @@ class Run:
             reason=reason,
             usage=usage,
             budget=ledger.snapshot(),
-            artifacts=output.artifacts if output else (),
+            artifacts=tuple(output.artifacts) if output else (),
             run_id=self.run_id,
             session_id=self.start.session_id,
             final_cursor=final_cursor,

@@ -40,6 +40,10 @@ You coordinate the team {team}. Do not answer the request yourself: split it int
 earlier conversation. So write into each task the question itself, whatever of the earlier conversation it \
 refers to, and what the member's description says that it needs, copied exactly. Give every member that may \
 contribute one task, and leave out the others."""
+_MOST_BRACKETS = 1_000
+"""Opening brackets of an answer that are looked at for a plan."""
+_DEEPEST = 100
+"""Nesting of brackets beyond which an answer is no plan; the JSON parser would recurse too far."""
 _MEMBER = re.compile(r'^<member id="([^"\n]+)">\n(.*?)\n</member>$', re.MULTILINE | re.DOTALL)
 
 
@@ -84,18 +88,28 @@ def _json_lists(text: str) -> Iterator[list[object]]:
     """Every JSON list in a text, outermost first; an empty one only when it is the whole answer."""
     decoder = json.JSONDecoder()
     bare = re.sub(r"^\s*```\w*\s*\n(.*?)\n?\s*```\s*$", r"\1", text, flags=re.DOTALL).strip()
-    position = bare.find("[")
-    while position >= 0:
+    if _depth(bare) > _DEEPEST:
+        return
+    position = -1
+    for _ in range(_MOST_BRACKETS):
+        position = bare.find("[", position + 1)
+        if position < 0:
+            return
         try:
             value, end = decoder.raw_decode(bare, position)
-        except (ValueError, RecursionError):
-            end = position + 1
-        else:
-            if value or (position == 0 and end == len(bare)):
-                yield value
-            # Inside a list that was no plan there may be one: [1, [{...}]].
-            end = position + 1
-        position = bare.find("[", end)
+        except ValueError:
+            continue
+        # Inside a list that was no plan there may be one: [1, [{...}]].
+        if value or (position == 0 and end == len(bare)):
+            yield value
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        depth += 1 if bracket in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _task(item: object) -> tuple[str, str] | None:

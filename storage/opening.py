@@ -73,6 +73,12 @@ def normalise_url(url: str) -> str:
     return MEMORY_URL if path is None else f"{_SQLITE}{path}"
 
 
+def is_relative(url: str) -> bool:
+    """Whether a URL names a file by where this process happens to be."""
+    path = url.removeprefix(_SQLITE)
+    return path != url and not path.startswith("~/") and not Path(path).is_absolute()
+
+
 def default_url() -> str:
     """The store of this user: ``retinue.db`` under ``RETINUE_HOME``, or else in the user's data folder."""
     return f"{_SQLITE}{home_folder() / DEFAULT_FILE}"

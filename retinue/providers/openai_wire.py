@@ -46,6 +46,7 @@ def wire_tool(schema: ToolSchema, names: WireNames) -> dict[str, Any]:
 
 
 def wire_message(message: Message, names: WireNames) -> dict[str, Any]:
+    """A message as the API takes it; opaque extras of other providers are left out."""
     if message.role == "tool":
         return {"role": "tool", "tool_call_id": message.tool_call_id, "content": message.text}
     wire: dict[str, Any] = {"role": message.role, "content": _wire_content(message.content)}

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -107,27 +108,27 @@ def test_a_whole_life_begun_in_a_thread_that_ends(tmp_path: Path) -> None:
     assert not (tmp_path / ".ray").exists(), "no token may be left in a file that everybody can read"
 
 
-@pytest.mark.parametrize(
-    ("number", "status"),
-    [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, None)],
-    ids=["terminated", "killed", "interrupted"],
-)
-def test_nothing_is_left_when_the_process_ends(
-    tmp_path: Path, number: signal.Signals, status: int | None
-) -> None:
-    with start_program(STAYS, clean_environment(tmp_path)) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        processes = json.loads(process.stdout.readline())
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
-    assert len(processes) >= 3
-    assert wait_until_gone(processes) == []
-    if status is None:
-        assert "KeyboardInterrupt" in errors
-    else:
-        assert process.returncode == status
-        assert errors == "", "no native stack may be printed"
+def test_nothing_is_left_when_the_process_ends(tmp_path: Path) -> None:
+    """Killed, terminated or interrupted. Side by side, because Ray's start and end are mostly waiting."""
+    numbers = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+    with ExitStack() as stack:
+        programs = [
+            stack.enter_context(start_program(STAYS, clean_environment(tmp_path / number.name)))
+            for number in numbers
+        ]
+        ended = {}
+        for number, program in zip(numbers, programs, strict=True):
+            assert program.stdout is not None
+            processes = json.loads(program.stdout.readline())
+            assert len(processes) >= 3
+            program.send_signal(number)
+            _, errors = program.communicate(timeout=30)
+            ended[number] = (program.returncode, errors, processes)
+        for number, (_, _, processes) in ended.items():
+            assert wait_until_gone(processes) == [], number
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        assert ended[number][:2] == (-number, ""), "no native stack may be printed"
+    assert "KeyboardInterrupt" in ended[signal.SIGINT][1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")

@@ -421,7 +421,7 @@ async def test_a_large_result_is_cut_and_kept_whole_for_its_session_alone(
     assert kept is not None
     whole = decode_result(kept.data)
     assert (whole.text, whole.structured) == ("é" * 40_000, {"much": "x" * 100})
-    assert whole.artifacts == [ArtifactReference("mine")]
+    assert whole.artifacts == (ArtifactReference("mine"),)
     (terminal,) = [event for event in await all_events(handle) if event.type == "run.terminal"]
     assert terminal.payload.result == result  # type: ignore[union-attr]
     for other, session in (

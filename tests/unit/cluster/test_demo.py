@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
@@ -18,6 +19,7 @@ import pytest
 import retinue.runtime
 from retinue.cluster.demo import DemoOptions, continuing_command, default_folder, program, run
 from retinue.errors import InputError
+from retinue.inprocess import InProcessBackend
 from retinue.runtime import Runtime
 from tests.unit.providers.chat_server import ChatServer, chat_server
 
@@ -175,6 +177,34 @@ def test_an_interrupt_cancels_and_says_what_was_spent(
     assert "cancelled: interrupted by the user" in shown.out
     assert "spent     model calls: 1 used" in shown.out
     assert "Traceback" not in shown.err
+
+
+def test_a_second_interrupt_waits_for_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A cluster that never answers: the run is not even accepted.
+    asked = threading.Event()
+
+    async def never(self: InProcessBackend) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    def interrupt() -> None:
+        asked.wait()
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+
+    monkeypatch.setattr(InProcessBackend, "client", never)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert run(DemoOptions(folder=folder, question=QUESTION, json=True)) == 130
+    thread.join()
+    captured = capsys.readouterr()
+    assert "ended without waiting" in captured.err
+    assert "Traceback" not in captured.err
+    summary = json.loads(captured.out.splitlines()[-1])
+    assert (summary["status"], summary["tokens"]["used"]) == ("cancelled", None)
 
 
 @pytest.mark.parametrize(
