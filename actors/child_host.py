@@ -20,7 +20,7 @@ from retinue.budgets import BudgetSnapshot
 from retinue.children import ChildExecution
 from retinue.client import HostGone, empty_budget
 from retinue.config import RuntimeConfig
-from retinue.protocol import ParticipantMessage, Rejected, RootReply
+from retinue.protocol import ParticipantMessage, Rejected, RootReply, SettleModel
 from retinue.workers import Workers
 
 SILENCE = 20.0
@@ -78,6 +78,9 @@ class ChildPort:
     def tell(self, message: ParticipantMessage) -> None:
         up = Up(tree_id=self.tree_id, ask_id=0, message=message)
         self._core.loop.call_soon_threadsafe(self._core.post, self._root, up, None)
+
+    async def settle(self, message: SettleModel) -> None:
+        self.tell(message)  # the budget is heard with the next answer: no remote call for it alone
 
     def answer(self, ask_id: int, reply: RootReply) -> None:
         """A reply has come; from the control loop."""

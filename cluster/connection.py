@@ -210,7 +210,7 @@ def _standing_target() -> _Target | None:
 def _last_of_ray_start(hint: str) -> str:
     from ray._private import services
 
-    found = services.find_bootstrap_address(None)  # type: ignore[arg-type]  # its annotation is wrong
+    found = services.find_bootstrap_address(None)
     if found is None:
         raise ClusterUnreachable(
             f"no cluster was found on this machine ('auto'{hint}); `retinue up` starts one", address=AUTO

@@ -217,10 +217,17 @@ def _up_again(record: ClusterRecord, address: str | None, namespace: str) -> UpR
 def _current() -> ClusterRecord | None:
     """The record of a cluster that is there; one whose process has ended is cleared away."""
     record = read_record()
-    if record is None or record.stands():
+    if record is None:
+        return None
+    if record.host != socket.gethostname():
+        raise ClusterUnreachable(
+            f"the cluster at {record.address} was brought up on {record.host}, with the same RETINUE_HOME; "
+            "run `retinue down` there, or use another RETINUE_HOME here",
+            address=record.address,
+        )
+    if record.stands():
         return record
-    if record.host == socket.gethostname():
-        stop_head(record)
+    stop_head(record)
     remove_record()
     return None
 

@@ -15,9 +15,9 @@ from retinue.events import ChildFinished, Event, ModelComplete, TextDelta, ToolC
 from retinue.providers.extractive import ExtractiveModel
 
 LOGS = {
-    "harbour": "The crane stopped at noon. Two ships waited until the crane was repaired at four.",
-    "railway": "All trains ran. The morning train waited ten minutes for containers from the ships.",
-    "depot": "The night shift was short of drivers. No truck waited for a container.",
+    "harbour": "Two ships waited until four for the crane. The tide was high at noon.",
+    "railway": "The morning train waited ten minutes for its containers. All other trains ran on time.",
+    "depot": "Six trucks waited an hour for a driver. The gate was painted.",
 }
 
 
@@ -73,15 +73,16 @@ def main(**options: Any) -> RunResult:
         **options,
     )
     handle = runtime.start(
-        "Who waited today, and for what?",
+        "What waited today?",
         identity=Identity(tenant_id="acme", user_id="ann"),
         session_id="operations",
     )
     for event in handle.iter_events():
         print(line(event))
     result = handle.wait()
-    assert result.budget is not None
-    print(f"{result.status}: {result.budget.model_calls.used} model calls, {result.budget.tokens.used} tokens")
+    spent = result.budget
+    assert spent is not None  # None only where the process that counted was lost
+    print(f"{result.status}: {spent.model_calls.used} model calls, {spent.tokens.used} tokens")
     return result
 
 

@@ -1,5 +1,3 @@
-"""An agent with a tool, on a Ray of its own. No key and no network: the model is the embedded one."""
-
 from retinue import Agent, Budgets, Grants, Identity, Runtime, agent_driver, tool
 from retinue.providers.extractive import ExtractiveModel
 
@@ -7,12 +5,10 @@ from retinue.providers.extractive import ExtractiveModel
 @tool
 def lookup(id: str) -> str:
     """Read a record."""
-    return f"Record {id} was approved on Monday. It is kept for ten years. Its owner is the finance team."
+    return f"Record {id} was approved on Monday. Its owner is the finance team. It is kept for ten years."
 
 
-agent = Agent(name="clerk", model=ExtractiveModel(), tools=[lookup])
-budgets = Budgets(max_model_calls=4, max_tokens=8000)
-runtime = Runtime(driver=agent_driver(agent), grants=Grants(tool_ids=["lookup"]), budgets=budgets)
+clerk = agent_driver(Agent(name="clerk", model=ExtractiveModel(), tools=[lookup]))
+runtime = Runtime(driver=clerk, grants=Grants(tool_ids=["lookup"]), budgets=Budgets(max_tokens=9000))
 who = Identity(tenant_id="acme", user_id="ann")
-result = runtime.run_blocking("id: 42\n\nWhen was the record approved?", identity=who, session_id="c-42")
-print(result.status, result.text, result.budget, sep="\n")
+print(runtime.run_blocking("id: 42\n\nWhen was the record approved?", identity=who, session_id="c-42").text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -16,6 +17,7 @@ from retinue.config import RuntimeConfig
 from retinue.errors import NotFound, RetinueError, StoreUnavailable
 from retinue.execution import DriverExecution
 from retinue.ids import Identity, SessionAddress
+from retinue.lease_watch import LeaseWatch
 from retinue.messages import Message
 from retinue.ports import LocalPort
 from retinue.protocol import EventPageReply, Finished, RunStatus, Settled, StartRun
@@ -23,7 +25,7 @@ from retinue.recovery import end_interrupted_runs
 from retinue.runs import Run, RunEnvironment
 from retinue.services import ExecutionServices
 from retinue.sessions import DeactivationReason, Session
-from retinue.store import LEASE_PERIOD, LEASE_RENEWAL, Holder, Store, StoredSession
+from retinue.store import LEASE_PERIOD, LEASE_RENEWAL, Holder, Lease, Store, StoredSession
 from retinue.tree import ChildLauncher
 from retinue.workers import Workers
 
@@ -116,8 +118,13 @@ class Host:
         self, address: SessionAddress, activation_id: str, store: Store, app: AppSpec
     ) -> None:
         config = await self.load(app)
+        asked_at = time.monotonic()
         grant = await store.acquire(address, self.holder)
-        stored = await end_interrupted_runs(store, grant)
+        try:
+            stored = await end_interrupted_runs(store, grant)
+        except BaseException:
+            await _give_back(store, grant.lease)
+            raise
         self._forget_dead()
         self._sessions[activation_id] = Session(
             activation_id=activation_id,
@@ -126,6 +133,7 @@ class Host:
             config=config,
             environment=self._environment,
             app=app.name,
+            watch=LeaseWatch(asked_at),
         )
         self._activations += 1
         if self._renewal is None:
@@ -189,8 +197,8 @@ class Host:
     async def _renew(self) -> None:
         """Renew all leases in one message for each store; fence what did not stand.
 
-        While a store does not answer, its sessions write nothing (their operations wait for it); should the
-        lease have been taken meanwhile, the next answer says so.
+        While a store does not answer, its sessions admit nothing (:class:`LeaseWatch`) and write nothing
+        (their operations wait for it); should a lease have been taken meanwhile, the next answer says so.
         """
         while True:
             await asyncio.sleep(LEASE_RENEWAL)
@@ -201,13 +209,18 @@ class Host:
             await asyncio.gather(*(self._renew_at(sessions) for sessions in by_store.values()))
 
     async def _renew_at(self, sessions: Sequence[Session]) -> None:
+        sent_at = time.monotonic()
         try:
             async with asyncio.timeout(LEASE_PERIOD):
                 standing = await sessions[0].store.renew([session.lease for session in sessions])
         except (RetinueError, TimeoutError):
+            for session in sessions:
+                session.store_silent()
             return
         for session, stands in zip(sessions, standing, strict=True):
-            if not stands:
+            if stands:
+                session.watch.renewed(sent_at)
+            else:
                 session.fence()
 
     # --- messages for sessions ----------------------------------------------------------------------------
@@ -263,6 +276,11 @@ class Host:
             runs_started=self._runs_before + sum(session.runs_started for session in sessions),
             activations=self._activations,
         )
+
+
+async def _give_back(store: Store, lease: Lease) -> None:
+    with contextlib.suppress(RetinueError):  # it runs out by itself
+        await store.release(lease)
 
 
 async def _load(app: AppSpec) -> RuntimeConfig:

@@ -102,7 +102,7 @@ class ModelCalls:
             admitted = await services.ask(admission)
         except asyncio.CancelledError:
             # The yes may be on its way: what it reserved is given back.
-            self._port.tell(msgspec.structs.replace(settlement, started=False))
+            await self._port.settle(msgspec.structs.replace(settlement, started=False))
             raise
         assert isinstance(admitted, ModelAdmitted)
         try:
@@ -113,7 +113,7 @@ class ModelCalls:
             settlement = msgspec.structs.replace(settlement, started=error.started)
             raise
         finally:
-            self._port.tell(settlement)
+            await self._port.settle(settlement)
         if services.cancelled:
             raise asyncio.CancelledError("the run is being cancelled")
         return response

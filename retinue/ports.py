@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable
 
 from retinue.budgets import BudgetSnapshot
-from retinue.protocol import ParticipantMessage, RootReply
+from retinue.protocol import ParticipantMessage, RootReply, SettleModel
 from retinue.tree import Tree
 
 
@@ -30,6 +30,9 @@ class LocalPort:
 
     def tell(self, message: ParticipantMessage) -> None:
         self._control.call_soon_threadsafe(self._take, message)
+
+    async def settle(self, message: SettleModel) -> None:
+        await self.ask(message)
 
     @property
     def budget(self) -> BudgetSnapshot:

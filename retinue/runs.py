@@ -22,6 +22,7 @@ from retinue.errors import Interrupted, LeaseLost, RetinueError, StoreUnavailabl
 from retinue.events import Control, Payload, RunStarted
 from retinue.grants import Grants
 from retinue.ids import new_id
+from retinue.lease_watch import LeaseWatch
 from retinue.messages import close_open_calls, decode_message, encode_message, escape_surrogates
 from retinue.protocol import (
     Finished,
@@ -57,6 +58,7 @@ class SessionState(Protocol):
     replayable: bool
     history: list[bytes]
     state: bytes
+    watch: LeaseWatch
 
     def committed(
         self, revision: int, messages: Sequence[bytes], state: bytes | None, replayable: bool
@@ -385,7 +387,10 @@ class Run:
         return result.shortened(artifact_id), (artifact,)
 
     def _room(self) -> Awaitable[None] | None:
-        return None if self.events.has_room else self.events.room()
+        """``None`` while participants may be answered: the event log takes more, and the lease stands."""
+        if not self.events.has_room:
+            return self.events.room()
+        return self.session.watch.room()
 
     def _emit(self, payload: Payload, participant: Participant) -> None:
         self.events.emit(

@@ -50,6 +50,7 @@ from retinue.protocol import (
     Record,
     Rejected,
     RootReply,
+    SettleModel,
     Spawn,
     ToolAdmitted,
     ToolDone,
@@ -73,6 +74,10 @@ class RootPort(Protocol):
 
     def tell(self, message: ParticipantMessage) -> None:
         """Send, in order with everything else sent here; arrives before any later ``ask``."""
+        ...
+
+    async def settle(self, message: SettleModel) -> None:
+        """Send at once, as ``tell`` does; return when ``budget`` shows it, if no remote call is needed."""
         ...
 
     @property

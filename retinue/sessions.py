@@ -16,12 +16,14 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from retinue.config import RuntimeConfig
-from retinue.errors import InputError, LeaseLost, NotFound, RetinueError, SessionConflict
+from retinue.errors import InputError, LeaseLost, NotFound, RetinueError, SessionConflict, StoreUnavailable
 from retinue.ids import SessionAddress
+from retinue.lease_watch import LeaseWatch
 from retinue.messages import Message, check_structure, close_open_calls, decode_message, encode_message
 from retinue.protocol import EventPageReply, RunStatus, Settled, StartRun
 from retinue.runs import Run, RunEnvironment
 from retinue.store import Lease, LeaseGrant, RunRecord, Store, StoredSession
+from retinue.store_wait import STORE_WAIT
 
 T = TypeVar("T")
 
@@ -65,6 +67,7 @@ class Session:
         activation_id: changes with every activation; messages for another one are refused.
         grant: the lease, and the session as stored. Runs that it shows as open must have been ended.
         app: what the records name as the app.
+        watch: knows when the lease was renewed last.
     """
 
     def __init__(
@@ -76,8 +79,10 @@ class Session:
         config: RuntimeConfig,
         environment: RunEnvironment,
         app: str,
+        watch: LeaseWatch | None = None,
     ) -> None:
         self.activation_id = activation_id
+        self.watch = watch or LeaseWatch(time.monotonic())
         self.store = store
         self.lease: Lease = grant.lease
         self.revision = grant.session.revision
@@ -314,6 +319,15 @@ class Session:
         self._fenced = True
         if self._running is not None:
             self._running.fence()
+        self.watch.over()
+
+    def store_silent(self) -> None:
+        """The store did not answer a renewal; after :data:`STORE_WAIT` seconds of that a run is given up."""
+        if self.watch.silence > STORE_WAIT and self._running is not None:
+            self._running.cancel(
+                f"the store has not answered for {STORE_WAIT:.0f} s", StoreUnavailable.code
+            )
+            self.watch.over()
 
     @property
     def fenced(self) -> bool:

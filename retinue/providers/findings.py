@@ -7,12 +7,12 @@ line that says where it stands, ``From guide.md, "Timeouts":``.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from retinue.providers.passages import Sentence, read_sentences
 from retinue.providers.questions import Question
-from retinue.providers.ranking import Ranked, distinct, rank
+from retinue.providers.ranking import distinct, rank
 
 MOST_FINDINGS, LEAST_SHARE = 5, 0.5
 """Findings of one part: how many at most, and what share of the best one's score each needs."""
@@ -21,6 +21,8 @@ LEAST_COVERAGE = 0.4
 NOTHING = "Nothing on this in "
 NOT_READ = "Could not be read: "
 _ADJACENT_LINES = 3
+_MOST_BACK = 3
+"""Sentences of one finding that lean on each other."""
 
 _CITATION = re.compile(r"\[((?:[^\[\]\n]|\[[^\[\]\n]*\])+?):(\d+)\]")
 _FROM = re.compile(r'From (.+?)(?:, "(.*)")?:\s*\Z')
@@ -61,38 +63,44 @@ class Report:
 
 
 def find(sentences: Sequence[Sentence], question: Question) -> list[Finding]:
-    """The few sentences that answer a question, each with the one that it leans on; none when none does."""
+    """The few sentences that answer a question, each with those that it leans on; none when none does."""
     ranked = [item for item in rank(sentences, question) if item.coverage >= LEAST_COVERAGE]
-    return joined(distinct(ranked, MOST_FINDINGS, least_share=LEAST_SHARE))
+    chosen = distinct(ranked, MOST_FINDINGS, least_share=LEAST_SHARE)
+    after = {id(sentence.before): sentence for sentence in sentences if sentence.before is not None}
+    return _joined([item.sentence for item in chosen], after)
 
 
-def joined(ranked: Sequence[Ranked]) -> list[Finding]:
-    """Findings of ranked sentences, best first; a sentence that leans back brings the one before it."""
-    chosen = {id(item.sentence) for item in ranked}
-    findings: list[Finding] = []
+def _joined(chosen: Sequence[Sentence], after: Mapping[int, Sentence]) -> list[Finding]:
+    """Findings of sentences, best first, with the neighbours that make them readable.
+
+    A sentence that leans back brings those before it. One that was chosen too, or that says more of the same
+    ("It ..."), follows.
+    """
+    wanted = set(map(id, chosen))
     given: set[int] = set()
-    for item in ranked:
-        chain = [item.sentence]
-        while chain[0].leans_back and chain[0].before is not None and len(chain) < 3:
+    findings: list[Finding] = []
+    for sentence in chosen:
+        chain = [sentence]
+        while chain[0].leans_back and chain[0].before is not None and len(chain) < _MOST_BACK:
             chain.insert(0, chain[0].before)
-        chain = [sentence for sentence in chain if id(sentence) not in given]
-        # A neighbour that was chosen too joins the one before it, in the order of the text.
-        following = (
-            [other.sentence for other in ranked if other.sentence.before is chain[-1]] if chain else []
-        )
-        if following and id(following[0]) not in given and id(following[0]) in chosen:
-            chain.append(following[0])
+        follower = after.get(id(sentence))
+        if follower is not None and (id(follower) in wanted or (not findings and follower.leans_back)):
+            chain.append(follower)
+        chain = [one for one in chain if id(one) not in given]
         given.update(map(id, chain))
         if chain:
-            heading = item.sentence.headings[-1] if item.sentence.headings else ""
-            pieces: list[tuple[str, str]] = []
-            for sentence in chain:
-                if pieces and pieces[-1][1] == sentence.citation:
-                    pieces[-1] = (f"{pieces[-1][0]} {sentence.text}", sentence.citation)
-                else:
-                    pieces.append((sentence.text, sentence.citation))
-            findings.append(Finding(tuple(pieces), heading))
+            findings.append(Finding(_pieces(chain), sentence.headings[-1] if sentence.headings else ""))
     return findings
+
+
+def _pieces(chain: Sequence[Sentence]) -> tuple[tuple[str, str], ...]:
+    pieces: list[tuple[str, str]] = []
+    for sentence in chain:
+        if pieces and pieces[-1][1] == sentence.citation:
+            pieces[-1] = (f"{pieces[-1][0]} {sentence.text}", sentence.citation)
+        else:
+            pieces.append((sentence.text, sentence.citation))
+    return tuple(pieces)
 
 
 def write_findings(findings: Sequence[Finding]) -> str:

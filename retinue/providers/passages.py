@@ -26,6 +26,7 @@ _QUOTE = re.compile(r"\s*(?:>\s?)+")
 _CELL_BREAK = re.compile(r"(?<!\\)\|")
 
 _CODE_SPAN = re.compile(r"`[^`]+`|\0")
+_NUMBERING = frozenset({"", "#", "n", "no", "no.", "nr", "nr.", "\u2116"})
 _LINK = re.compile(r"!?\[([^\]\n]*)\]\((?:[^()\n]|\([^()\n]*\))*\)")
 _TAG = re.compile(
     r"</?(?:p|br|div|span|img|a|b|i|em|strong|sub|sup|details|summary|table|tr|td|th|h[1-6]|center|picture|source)"
@@ -298,7 +299,7 @@ def _row_text(header: Sequence[str], cells: Sequence[str]) -> str:
     ]
     if not named:
         return ""
-    if len(named) > 1 and re.fullmatch(r"#?\d+\.?", named[0][1]):
+    if len(named) > 1 and re.fullmatch(r"#?\d+\.?", named[0][1]) and named[0][0].lower() in _NUMBERING:
         del named[0]  # a running number says nothing
     if len(header) == 2 or len(named) < 3:
         return ": ".join(cell for _, cell in named)

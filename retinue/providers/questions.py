@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from retinue.providers.passages import Sentence
 from retinue.providers.words import FILLER, KEPT, STOP, stems, terms, without_stops, written
 
-_KEPT_WEIGHT, _FILLER_WEIGHT, _QUOTED_WEIGHT = 0.4, 0.25, 1.5
-"""What small words, words of asking and quoted words count; any other word counts 1."""
+_KEPT_WEIGHT, _FILLER_WEIGHT, _PIECE_WEIGHT, _QUOTED_WEIGHT = 0.4, 0.25, 0.5, 1.5
+"""What small words, words of asking, pieces of names and quoted words count; any other word counts 1."""
 _EARLIER_SHARES, _FINDING_WEIGHT, _FINDING_WORDS = (0.5, 0.25), 0.15, 8
 """What words of the questions before count, and the most common words of the sentences that answered them."""
 
@@ -173,14 +173,16 @@ def triples(words: Sequence[str]) -> Iterator[tuple[str, str, str]]:
 def _weights(text: str) -> dict[str, float]:
     weights: dict[str, float] = {}
     # The measure in "how large" says what kind of answer is wanted, not what it is about.
-    for word in terms(_AMOUNT.sub(" ", text)):
-        if word in KEPT:
-            weight = _KEPT_WEIGHT
-        elif word in STOP or (len(word) == 1 and word.isascii() and not word.isdigit()):
-            continue
-        else:
-            weight = _FILLER_WEIGHT if word in FILLER else 1.0
-        weights[word] = max(weights.get(word, 0.0), weight)
+    for name in written(_AMOUNT.sub(" ", text)):
+        *pieces, whole = stems(name)
+        for word, most in ((whole, 1.0), *((piece, _PIECE_WEIGHT) for piece in pieces)):
+            if word in KEPT:
+                weight = _KEPT_WEIGHT
+            elif word in STOP or (len(word) == 1 and word.isascii() and not word.isdigit()):
+                continue
+            else:
+                weight = _FILLER_WEIGHT if word in FILLER else most
+            weights[word] = max(weights.get(word, 0.0), weight)
     for match in _QUOTED.finditer(text):
         for word in terms(next(filter(None, match.groups()))):
             if word in weights:

@@ -30,6 +30,8 @@ _RANK_STEP = 0.08
 """What each place in an earlier ranking costs."""
 _REPEAT_SHARES = (0.7, 0.35)
 """What is left of the score of a sentence that an earlier answer gave; less where more is asked for."""
+_CONTAINED, _ALIKE = 0.75, 0.6
+"""A sentence repeats a better one that has so much of its words, or shares so much of both their words."""
 _FEW_SENTENCES = 20
 """Among fewer sentences how rare a word is says little."""
 
@@ -140,26 +142,24 @@ def _closeness(words: Sequence[str], question: Question, values: Mapping[str, fl
     return total
 
 
-def distinct(
-    ranked: Sequence[Ranked], most: int, *, least_share: float, overlap: float = 0.6
-) -> list[Ranked]:
+def distinct(ranked: Sequence[Ranked], most: int, *, least_share: float) -> list[Ranked]:
     """The best ``most`` sentences, without those that nearly repeat a better one.
 
     Args:
         ranked: best first.
         most: how many at most.
         least_share: of the best score; what scores less is left out.
-        overlap: share of the shorter sentence's words in the other from which on it is a repetition.
     """
     chosen: list[Ranked] = []
     for item in ranked:
         if len(chosen) == most or item.score < ranked[0].score * least_share:
             break
-        if not any(_overlap(item.words - STOP, other.words - STOP) >= overlap for other in chosen):
+        if not any(_repeats(item.words - STOP, other.words - STOP) for other in chosen):
             chosen.append(item)
     return chosen
 
 
-def _overlap(one: frozenset[str], other: frozenset[str]) -> float:
-    smaller = min(len(one), len(other))
-    return len(one & other) / smaller if smaller else 1.0
+def _repeats(later: frozenset[str], better: frozenset[str]) -> bool:
+    """Nothing much is in the later one that the better has not, or they are nearly the same."""
+    shared = len(later & better)
+    return shared >= _CONTAINED * len(later) or shared >= _ALIKE * len(later | better)

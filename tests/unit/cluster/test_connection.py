@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -126,7 +127,7 @@ def test_an_interrupted_wait_lets_the_work_finish_and_undoes_it(monkeypatch: pyt
     order: list[str] = []
     go_on = threading.Event()
 
-    class Interrupted(connection.Future[None]):
+    class Interrupted(Future[None]):
         def result(self, timeout: float | None = None) -> None:
             if not order and not go_on.is_set():
                 go_on.set()

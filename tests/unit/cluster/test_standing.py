@@ -31,12 +31,16 @@ class PlayedCluster:
         monkeypatch.setattr(standing, "stop_head", self.stop_head)
         monkeypatch.setattr(standing, "_connected", self.connected)
         monkeypatch.setattr(standing, "_deploy", lambda _: self.act("deploy"))
-        monkeypatch.setattr(standing, "_withdraw", lambda _: self.act("withdraw") or ["a/b/c"])
+        monkeypatch.setattr(standing, "_withdraw", self.withdraw)
 
     def act(self, what: str) -> None:
         self.happened.append(what)
         if self.fault is not None:
             raise self.fault
+
+    def withdraw(self, _: str) -> list[str]:
+        self.act("withdraw")
+        return ["a/b/c"]
 
     def start_head(self, *, namespace: str, num_cpus: int | None) -> ClusterRecord:
         self.happened.append("start head")
@@ -149,6 +153,8 @@ def test_a_cluster_of_another_machine_is_not_touched(cluster: PlayedCluster) -> 
     write_record(elsewhere)
     with pytest.raises(ClusterUnreachable, match="run `retinue down` there"):
         standing.down()
+    with pytest.raises(ClusterUnreachable, match="brought up on elsewhere"):
+        standing.up()
     assert standing.status().trouble == "it was brought up on elsewhere"
     assert read_record() == elsewhere
     assert cluster.happened == []
