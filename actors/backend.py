@@ -17,7 +17,7 @@ from retinue.actors.messages import Hello, Welcome, Whereabouts
 from retinue.actors.names import keeper_name
 from retinue.actors.session_host import RemoteHost
 from retinue.actors.store_actor import RemoteEngine
-from retinue.actors.wire import call, encode, read_reply
+from retinue.actors.wire import call, decode, encode, read_reply
 from retinue.apps import AppSpec
 from retinue.client import HostGone, Located, SessionClient
 from retinue.errors import ClusterUnreachable, RetinueError
@@ -30,6 +30,8 @@ from retinue.store import Store
 
 STATUS_PERIOD = 0.5
 """Seconds between looks at the runs whose handles are asked for state or budget."""
+REMEMBERED_PLACES = 10_000
+"""Sessions whose hosts one runtime remembers; the directory is asked for others."""
 _withdrawing: set[str] = set()
 """Ephemeral clusters of this process whose end is already arranged."""
 
@@ -61,6 +63,9 @@ class RayBackend:
         self._connecting: asyncio.Task[SessionClient] | None = None
         self._directory: Any = None
         self._located: dict[SessionAddress, Located] = {}
+        """Activations of this app, where runs can be started."""
+        self._followed: dict[SessionAddress, Located] = {}
+        """Activations of any app, whose runs are followed."""
         self._polled: weakref.WeakSet[RunHandle] = weakref.WeakSet()
         self._poller: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -130,20 +135,31 @@ class RayBackend:
         except HostGone as error:
             raise ClusterUnreachable(f"the directory of this cluster has died: {error}") from None
         whereabouts: Whereabouts = read_reply(data, Whereabouts)
-        located = Located(RemoteHost(handle), whereabouts.host_id, whereabouts.activation_id)
-        self._located[address] = located
+        located = _located(whereabouts, handle)
+        _remember(self._located, address, located)
         return located
 
-    def resident(self, address: SessionAddress) -> Located | None:
-        return self._located.get(address)
+    async def resident(self, address: SessionAddress) -> Located | None:
+        known = self._located.get(address) or self._followed.get(address)
+        if known is not None:
+            return known
+        found = await call(self._directory.resident, encode(address))
+        if found is None:
+            return None
+        data, handle = found
+        located = _located(decode(data, Whereabouts), handle)
+        _remember(self._followed, address, located)
+        return located
 
     def forget(self, address: SessionAddress, located: Located) -> None:
-        if self._located.get(address) is located:
-            del self._located[address]
+        for places in (self._located, self._followed):
+            if places.get(address) is located:
+                del places[address]
         self._directory.forget.remote(encode((address, located.activation_id)))
 
     async def host_lost(self, address: SessionAddress, located: Located) -> None:
         self._located.pop(address, None)
+        self._followed.pop(address, None)
         await call(self._directory.host_lost, located.host_id)
 
     # --- status -------------------------------------------------------------------------------------------
@@ -178,6 +194,17 @@ class RayBackend:
             self._poller.cancel()
             self._poller = None
         self._located.clear()
+        self._followed.clear()
+
+
+def _remember(places: dict[SessionAddress, Located], address: SessionAddress, located: Located) -> None:
+    places[address] = located
+    if len(places) > REMEMBERED_PLACES:
+        del places[next(iter(places))]
+
+
+def _located(whereabouts: Whereabouts, handle: Any) -> Located:
+    return Located(RemoteHost(handle), whereabouts.host_id, whereabouts.activation_id)
 
 
 def _withdraw_at_exit(connection: Connection, deployed: Deployment) -> None:

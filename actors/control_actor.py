@@ -253,6 +253,14 @@ class ControlActor:
         whereabouts = Whereabouts(host_id=host.host_id, activation_id=activation_id)
         return b"\x00" + encode(whereabouts), host.handle
 
+    async def resident(self, data: bytes) -> tuple[bytes, Any] | None:
+        """Where a session lives, with the host's handle; ``None`` when it is not resident."""
+        found = (await self._standing()).resident(decode(data, SessionAddress))
+        if found is None:
+            return None
+        host, activation_id = found
+        return encode(Whereabouts(host_id=host.host_id, activation_id=activation_id)), host.handle
+
     async def forget(self, data: bytes) -> None:
         address, activation_id = decode(data, tuple[SessionAddress, str])
         await (await self._standing()).forget(address, activation_id)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from retinue.client import HostGone
-from retinue.errors import NotFound, Overloaded, SessionConflict
+from retinue.errors import Overloaded, SessionConflict
 from retinue.ids import SessionAddress, new_id
 from retinue.sessions import DeactivationReason
 
@@ -138,6 +138,11 @@ class Directory:
         if not lock.locked():
             self._locks.pop(key, None)
         return found.host, found.activation_id
+
+    def resident(self, address: SessionAddress) -> tuple[HostReference, str] | None:
+        """The host and activation id of a session that is resident, whatever its app."""
+        found = self._resident.get(_key(address))
+        return None if found is None else (found.host, found.activation_id)
 
     async def _move_away(self, key: str, found: _Resident) -> None:
         if not await self._passivate(key, found, "migrating"):
@@ -280,13 +285,6 @@ class Directory:
         for task in self._watching.values():
             task.cancel()
         return [resident.address.session_key for resident in residents]
-
-    def resident_host(self, address: SessionAddress) -> str:
-        """The id of the host that has the session. Raises :class:`NotFound`."""
-        found = self._resident.get(_key(address))
-        if found is None:
-            raise NotFound(f"session {address.session_id!r} is not resident")
-        return found.host.host_id
 
     def statistics(self) -> DirectoryStatistics:
         return DirectoryStatistics(

@@ -12,9 +12,10 @@ import ray
 from retinue.actors.background import Background
 from retinue.actors.wire import answered, call, decode, encode, read_reply
 from retinue.client import HostGone
-from retinue.errors import StoreUnavailable
+from retinue.errors import InputError, StoreUnavailable
 from retinue.store import (
     Guarantees,
+    Refused,
     StoreEngine,
     StoreOperation,
     StoreReply,
@@ -98,7 +99,7 @@ class RemoteEngine:
     def __init__(self, handle: Any, description: StoreDescription) -> None:
         self.handle = handle
         self.description = description
-        self._waiting: list[tuple[StoreOperation, asyncio.Future[StoreReply]]] = []
+        self._waiting: list[tuple[msgspec.Raw, asyncio.Future[StoreReply]]] = []
         self._in_flight = 0
         self._background = Background("store client")
 
@@ -111,13 +112,23 @@ class RemoteEngine:
         return self.description.guarantees
 
     async def execute(self, operations: Sequence[StoreOperation]) -> Sequence[StoreReply]:
-        loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[StoreReply]] = [loop.create_future() for _ in operations]
-        self._waiting.extend(zip(operations, futures, strict=True))
+        futures = [self._post(operation) for operation in operations]
+        return await asyncio.gather(*futures)
+
+    def _post(self, operation: StoreOperation) -> asyncio.Future[StoreReply]:
+        """Put an operation on the next call, as bytes from this moment on."""
+        future: asyncio.Future[StoreReply] = asyncio.get_running_loop().create_future()
+        try:
+            body = msgspec.Raw(encode(operation))
+        except UnicodeEncodeError:
+            refusal = InputError("the operation holds a lone surrogate, which no store can carry")
+            future.set_result(Refused(error=refusal.to_payload()))
+            return future
+        self._waiting.append((body, future))
         if self._in_flight < _IN_FLIGHT:
             self._in_flight += 1
             self._background.run(self._send())
-        return await asyncio.gather(*futures)
+        return future
 
     async def _send(self) -> None:
         try:
@@ -127,26 +138,26 @@ class RemoteEngine:
         finally:
             self._in_flight -= 1
 
-    async def _send_batch(self, batch: list[tuple[StoreOperation, asyncio.Future[StoreReply]]]) -> None:
+    async def _send_batch(self, batch: list[tuple[msgspec.Raw, asyncio.Future[StoreReply]]]) -> None:
         try:
-            data = await call(self.handle.execute, encode([operation for operation, _ in batch]))
+            data = await call(self.handle.execute, encode([body for body, _ in batch]))
             replies: list[StoreReply] = read_reply(data, list[StoreReply])
-        except (HostGone, StoreUnavailable) as error:
-            failure = StoreUnavailable(
-                f"the store {self.description.url} does not answer: {error}", url=self.description.url
-            )
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(failure)
-            return
+        except HostGone as error:
+            self._fail(batch, StoreUnavailable(f"the store actor does not answer: {error}"))
         except Exception as error:
-            for _, future in batch:
+            self._fail(batch, error)
+        else:
+            for (_, future), reply in zip(batch, replies, strict=True):
                 if not future.done():
-                    future.set_exception(error)
-            return
-        for (_, future), reply in zip(batch, replies, strict=True):
+                    future.set_result(reply)
+
+    def _fail(self, batch: list[tuple[msgspec.Raw, asyncio.Future[StoreReply]]], error: Exception) -> None:
+        if isinstance(error, StoreUnavailable):
+            url = self.description.url
+            error = StoreUnavailable(f"the store {url} does not answer: {error.message}", url=url)
+        for _, future in batch:
             if not future.done():
-                future.set_result(reply)
+                future.set_exception(error)
 
     def statistics(self) -> StoreStatistics:
         """Of this client only: the calls it made."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import time
@@ -33,6 +34,10 @@ class Output:
         self._json = json
         self._stdout = stdout or sys.stdout
         self._stderr = stderr or sys.stderr
+        for stream in (self._stdout, self._stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                # Documents have any characters; a terminal that cannot show one must not end the demo.
+                stream.reconfigure(errors="backslashreplace")
         self._console = Console(
             file=self._stderr if json else self._stdout, highlight=False, markup=False, soft_wrap=True
         )
@@ -176,8 +181,13 @@ class Output:
             self._write_json(summary)
 
     def _write_json(self, value: Any) -> None:
+        line = msgspec.json.encode(value) + b"\n"
         with _deaf_ends():
-            print(msgspec.json.encode(value).decode(), file=self._stdout, flush=True)
+            if isinstance(self._stdout, io.TextIOWrapper):
+                self._stdout.buffer.write(line)  # JSON is UTF-8, whatever the terminal's encoding
+            else:
+                self._stdout.write(line.decode())
+            self._stdout.flush()
 
 
 def _summary(

@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 from retinue import (
     DriverCapabilities,
@@ -21,7 +20,6 @@ from retinue import (
     ExecutionServices,
     Identity,
     RunRequest,
-    RunResult,
     Runtime,
     connect,
 )
@@ -45,23 +43,23 @@ class Countdown:
         return DriverOutput(text="done")
 
 
-def follow(run_id: str, **options: Any) -> RunResult:
-    """What the second process does. A run is found by its id together with its identity."""
-    handle = Runtime(driver=Countdown(), **options).attach(run_id, identity=WHO)
-    for event in handle.iter_events():  # from the first event, however late we come
-        print("second process:", event.sequence, event.type)
-    return handle.wait()
-
-
-def main(**options: Any) -> RunResult:
+def main() -> None:
     connection = connect()  # the cluster that stands, or one that lives as long as this process
-    handle = Runtime(driver=Countdown(), **options).start("5", identity=WHO, session_id="countdown")
-    asyncio.run(handle.accepted())  # stored: from here on the run can be found
-    second = [sys.executable, __file__, handle.run_id, *options.values()]
+    handle = Runtime(driver=Countdown()).start("5", identity=WHO, session_id="countdown")
+    asyncio.run(handle.accepted())  # its record is stored: from here on the run can be found
+    second = [sys.executable, __file__, handle.run_id]
     subprocess.run(second, env={**os.environ, "RETINUE_ADDRESS": connection.address}, check=True)
     result = handle.wait()
     print("first process: ", result.status, result.text)
-    return result
+
+
+def follow(run_id: str) -> None:
+    """What the second process does. A run is found by its id together with its identity."""
+    handle = Runtime(driver=Countdown()).attach(run_id, identity=WHO)
+    for event in handle.iter_events():  # from the first event on, however late we come
+        print("second process:", event.sequence, event.type)
+    result = handle.wait()
+    print("second process:", result.status, result.text)
 
 
 if __name__ == "__main__":

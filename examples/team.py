@@ -68,7 +68,7 @@ def line(event: Event) -> str:
 def main(**options: Any) -> RunResult:
     runtime = Runtime(
         driver=team_driver(make_team()),
-        grants=Grants(tool_ids=["read_log"]),  # nothing is granted by default, for delegates neither
+        grants=Grants(tool_ids=["read_log"]),  # nothing is granted by default; delegates have these too
         budgets=Budgets(max_model_calls=10, max_tool_calls=3, max_tokens=20_000),
         **options,
     )

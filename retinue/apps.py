@@ -61,7 +61,8 @@ def load_app(spec: AppSpec) -> RuntimeConfig:
             "that it imports must be installed where the runtime's processes run",
             path="config",
         ) from None
-    assert isinstance(config, RuntimeConfig)
+    if not isinstance(config, RuntimeConfig):
+        raise ValidationFailed(f"the app {spec.name} is {type(config).__name__}, not a RuntimeConfig", path="config")
     return config
 
 

@@ -79,8 +79,8 @@ class Router(Protocol):
         """
         ...
 
-    def resident(self, address: SessionAddress) -> Located | None:
-        """Where the session is known to live, whatever its app; nothing is brought to life."""
+    async def resident(self, address: SessionAddress) -> Located | None:
+        """Where the session lives, whatever its app; nothing is brought to life."""
         ...
 
     def forget(self, address: SessionAddress, located: Located) -> None:
@@ -140,7 +140,7 @@ class SessionClient:
         """Cancel a run; nothing happens to one that has ended."""
         address = self.address(identity, session_id)
         for _ in range(_ATTEMPTS):
-            located = self._router.resident(address)
+            located = await self._router.resident(address)
             try:
                 # Memory first: while its outcome is being stored, a run can still be cancelled.
                 if located is not None and await located.host.cancel(located.activation_id, run_id, reason):
@@ -224,8 +224,8 @@ class SessionClient:
         """Where to ask about a run; ``None`` when its record has the answer."""
         if (address.identity, run_id) in self._in_store:
             return None
-        # Memory first: it may have events that no store keeps. No session comes to life to tell of what ended.
-        resident = self._router.resident(address)
+        # Memory first: it may have events that no store keeps. Nothing comes to life to tell of what ended.
+        resident = await self._router.resident(address)
         if resident is not None:
             return resident
         if await self._ended(address.identity, run_id) is not None:

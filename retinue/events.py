@@ -133,13 +133,10 @@ def check_payload(value: object) -> Payload:
             :data:`MAX_EVENT_BYTES` of JSON.
     """
     try:
-        payload: Payload = (
-            msgspec.convert(dict(value), Payload)
-            if isinstance(value, Mapping)
-            else msgspec.convert(msgspec.to_builtins(value), Payload)
-        )
+        plain = msgspec.to_builtins(dict(value) if isinstance(value, Mapping) else value)
+        payload: Payload = msgspec.convert(plain, Payload)
         size = len(msgspec.json.encode(payload))
-    except (msgspec.ValidationError, TypeError) as error:
+    except (msgspec.ValidationError, TypeError, RecursionError) as error:
         raise InputError(
             f"not an event payload: {error}; for an event of your own use retinue.events.Custom(name, data)"
         ) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from retinue.errors import InputError, ValidationFailed
@@ -27,14 +27,15 @@ class Grants:
 
     def __post_init__(self) -> None:
         for name in ("tool_ids", "model_roles", "required_tool_ids"):
-            values = getattr(self, name)
-            if isinstance(values, str) or not all(isinstance(value, str) and value for value in values):
+            given = getattr(self, name)
+            values = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
+            if not all(isinstance(value, str) and value for value in values):
                 raise ValidationFailed(
                     f"grants.{name} must be a list of nonempty strings", path=f"grants.{name}"
                 )
-            if len(set(values)) != len(tuple(values)):
+            if len(set(values)) != len(values):
                 raise ValidationFailed(f"grants.{name} names something twice", path=f"grants.{name}")
-            object.__setattr__(self, name, tuple(values))
+            object.__setattr__(self, name, values)
 
     def narrowed(self, wanted: Grants | None) -> Grants:
         """These grants narrowed to ``wanted``; the required tools of both.

@@ -139,7 +139,7 @@ class InProcessBackend:
             _resident.move_to_end(key)
         return _located(found)
 
-    def resident(self, address: SessionAddress) -> Located | None:
+    async def resident(self, address: SessionAddress) -> Located | None:
         found = _resident.get(f"{address.store_id}:{address.session_key}")
         return None if found is None else _located(found)
 

@@ -77,7 +77,7 @@ class Tool:
             raise ToolArgumentError(f"invalid arguments for {self.name}: {problems}") from None
         return {name: getattr(parsed, field) for field, name in self._names.items()}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The plain function, for use outside of a run; nothing is counted or gated."""
         return self.function(*args, **kwargs)
 

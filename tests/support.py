@@ -89,10 +89,12 @@ def driver(function: Start) -> FunctionDriver:
     return FunctionDriver(function)
 
 
-@driver
-async def trivial(request: RunRequest, services: ExecutionServices) -> DriverOutput:
-    """Answers with its input."""
+async def _echo(request: RunRequest, services: ExecutionServices) -> DriverOutput:
     return DriverOutput(text=str(request.input))
+
+
+trivial = FunctionDriver(_echo)
+"""Answers with its input; travels by reference."""
 
 
 async def _ask(request: ModelRequest) -> ModelResponse:

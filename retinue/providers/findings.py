@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from retinue.providers.passages import Sentence, read_sentences
 from retinue.providers.questions import Question
 from retinue.providers.ranking import distinct, rank
+from retinue.providers.words import terms
 
 MOST_FINDINGS, LEAST_SHARE = 5, 0.5
 """Findings of one part: how many at most, and what share of the best one's score each needs."""
-LEAST_COVERAGE = 0.4
-"""Share of the question that a sentence with its surroundings must cover to say anything on it."""
+LEAST_COVERAGE, USUAL_WORDS = 0.4, 4
+"""Share of the question that a sentence with its surroundings must cover to say anything on it; less of a
+question that has more main words than usual, since no one sentence answers all of that."""
 NOTHING = "Nothing on this in "
 NOT_READ = "Could not be read: "
 _ADJACENT_LINES = 3
@@ -59,22 +61,22 @@ class Report:
 
     findings: list[Finding] = field(default_factory=list)
     not_read: list[str] = field(default_factory=list)
-    nothing: list[str] = field(default_factory=list)
 
 
 def find(sentences: Sequence[Sentence], question: Question) -> list[Finding]:
     """The few sentences that answer a question, each with those that it leans on; none when none does."""
-    ranked = [item for item in rank(sentences, question) if item.coverage >= LEAST_COVERAGE]
+    least = LEAST_COVERAGE * min(1.0, USUAL_WORDS / max(1, len(question.main)))
+    ranked = [item for item in rank(sentences, question) if item.coverage >= least]
     chosen = distinct(ranked, MOST_FINDINGS, least_share=LEAST_SHARE)
     after = {id(sentence.before): sentence for sentence in sentences if sentence.before is not None}
-    return _joined([item.sentence for item in chosen], after)
+    return _joined([item.sentence for item in chosen], after, question)
 
 
-def _joined(chosen: Sequence[Sentence], after: Mapping[int, Sentence]) -> list[Finding]:
+def _joined(chosen: Sequence[Sentence], after: Mapping[int, Sentence], question: Question) -> list[Finding]:
     """Findings of sentences, best first, with the neighbours that make them readable.
 
-    A sentence that leans back brings those before it. One that was chosen too, or that says more of the same
-    ("It ..."), follows.
+    A sentence that leans back brings those before it. The next one follows if it was chosen too, and after
+    the best also if it says more on the question ("It ...").
     """
     wanted = set(map(id, chosen))
     given: set[int] = set()
@@ -84,13 +86,20 @@ def _joined(chosen: Sequence[Sentence], after: Mapping[int, Sentence]) -> list[F
         while chain[0].leans_back and chain[0].before is not None and len(chain) < _MOST_BACK:
             chain.insert(0, chain[0].before)
         follower = after.get(id(sentence))
-        if follower is not None and (id(follower) in wanted or (not findings and follower.leans_back)):
+        if follower is not None and (
+            id(follower) in wanted or (not findings and _says_more(follower, question))
+        ):
             chain.append(follower)
         chain = [one for one in chain if id(one) not in given]
         given.update(map(id, chain))
         if chain:
             findings.append(Finding(_pieces(chain), sentence.headings[-1] if sentence.headings else ""))
     return findings
+
+
+def _says_more(sentence: Sentence, question: Question) -> bool:
+    about = question.defines is not None or not question.main.isdisjoint(terms(sentence.text))
+    return sentence.leans_back and about
 
 
 def _pieces(chain: Sequence[Sentence]) -> tuple[tuple[str, str], ...]:
@@ -127,9 +136,7 @@ def read_findings(text: str) -> Report:
             heading = place[2] or ""
         elif line.startswith(NOT_READ):
             report.not_read.append(line.removeprefix(NOT_READ))
-        elif line.startswith(NOTHING):
-            report.nothing.append(line.removeprefix(NOTHING).rstrip("."))
-        elif line.strip():
+        elif line.strip() and not line.startswith(NOTHING):
             report.findings.extend(_read_line(_BULLET.sub("", line, count=1), heading))
     return report
 
@@ -165,8 +172,7 @@ def compose(groups: Sequence[Sequence[Finding]], question: Question, most: int) 
         for group in groups:
             if place < len(group):
                 findings.append(group[place])
-                heading = group[place].heading
-                sentences.append(Sentence(group[place].plain, None, None, headings=(heading,), rank=place))
+                sentences.append(_as_sentence(group[place], place))
     # Every finding has the question's main words: how rare they are among findings says little.
     chosen = distinct(rank(sentences, question, least_idf=0.6), most, least_share=0.5)
     of = {id(sentence): finding for sentence, finding in zip(sentences, findings, strict=True)}
@@ -184,6 +190,11 @@ def compose(groups: Sequence[Sequence[Finding]], question: Question, most: int) 
     if sources:
         paragraphs.append("\n".join(["Sources:", *sources]))
     return "\n\n".join(paragraphs)
+
+
+def _as_sentence(finding: Finding, place: int) -> Sentence:
+    pieces = tuple(sentence for sentence, _ in finding.pieces)
+    return Sentence(finding.plain, None, None, headings=(finding.heading,), pieces=pieces, rank=place)
 
 
 def _follows(one: Finding, other: Finding) -> bool:

@@ -27,6 +27,7 @@ _CELL_BREAK = re.compile(r"(?<!\\)\|")
 
 _CODE_SPAN = re.compile(r"`[^`]+`|\0")
 _NUMBERING = frozenset({"", "#", "n", "no", "no.", "nr", "nr.", "\u2116"})
+_SUBJECT_WORDS = 4
 _LINK = re.compile(r"!?\[([^\]\n]*)\]\((?:[^()\n]|\([^()\n]*\))*\)")
 _TAG = re.compile(
     r"</?(?:p|br|div|span|img|a|b|i|em|strong|sub|sup|details|summary|table|tr|td|th|h[1-6]|center|picture|source)"
@@ -65,6 +66,8 @@ class Sentence:
     before: Sentence | None = None
     """The sentence before it in the same paragraph."""
     kind: Kind = "text"
+    pieces: tuple[str, ...] = ()
+    """The sentences that it was joined from, when it is several."""
     rank: int = 0
     """Place in an earlier ranking, from 0; a tie-breaker and a little more."""
 
@@ -244,7 +247,9 @@ class _Reader:
         bold = _BOLD_START.match(joined)
         subject = bold[1] if bold else ""
         before: Sentence | None = None
-        for begin, end in _split(joined):
+        # "**Keeper.** One for each app." is one sentence: the bold words are its subject.
+        skipped = bold.end() if bold and len(subject.split()) <= _SUBJECT_WORDS else 0
+        for begin, end in _split(joined, skipped):
             shown = _shown(joined[begin:end])
             if not any(map(str.isalnum, shown)):
                 continue
@@ -263,10 +268,12 @@ class _Reader:
         self.sentences.append(sentence)
 
 
-def _split(text: str) -> Iterator[tuple[int, int]]:
-    """Begin and end of each sentence in a paragraph."""
+def _split(text: str, skipped: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each sentence in a paragraph; none ends in its first ``skipped`` characters."""
     begin = 0
     for match in _SENTENCE_END.finditer(text):
+        if match.start() < skipped:
+            continue
         if _ABBREVIATION.search(text[max(0, match.start() - 8) : match.start() + 1]):
             continue
         if text[begin : match.start()].isdigit():  # a number at the start counts, it ends nothing
@@ -302,5 +309,5 @@ def _row_text(header: Sequence[str], cells: Sequence[str]) -> str:
     if len(named) > 1 and re.fullmatch(r"#?\d+\.?", named[0][1]) and named[0][0].lower() in _NUMBERING:
         del named[0]  # a running number says nothing
     if len(header) == 2 or len(named) < 3:
-        return ": ".join(cell for _, cell in named)
+        return ": ".join([*(cell.rstrip(".") for _, cell in named[:-1]), named[-1][1]])
     return "; ".join(f"{name}: {cell}" if name else cell for name, cell in named)

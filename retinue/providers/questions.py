@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from retinue.providers.passages import Sentence
 from retinue.providers.words import FILLER, KEPT, STOP, stems, terms, without_stops, written
 
-_KEPT_WEIGHT, _FILLER_WEIGHT, _PIECE_WEIGHT, _QUOTED_WEIGHT = 0.4, 0.25, 0.5, 1.5
+_KEPT_WEIGHT, _FILLER_WEIGHT, _PIECE_WEIGHT, _QUOTED_WEIGHT = 0.4, 0.25, 0.3, 1.5
 """What small words, words of asking, pieces of names and quoted words count; any other word counts 1."""
-_EARLIER_SHARES, _FINDING_WEIGHT, _FINDING_WORDS = (0.5, 0.25), 0.15, 8
-"""What words of the questions before count, and the most common words of the sentences that answered them."""
+_EARLIER_SHARES, _MEANT_SHARES, _FINDING_WEIGHT, _FINDING_WORDS = (0.5, 0.25), (0.8, 0.3), 0.15, 8
+"""What words of the questions before count, more where the question says "it"; and the most common words of
+the sentences that answered them."""
 
 _DEFINITION = re.compile(
     r"\s*(?:what|who)(?:'s|\s+is|\s+are|\s+was|\s+does)\s+(?:an?\s+|the\s+)?(?P<term>[\w .`'-]+?)"
@@ -49,6 +50,7 @@ _COMMAND = re.compile(
     r"|\b(?:install|flag|invoke|syntax)\b",
     re.IGNORECASE,
 )
+_PRONOUN = re.compile(r"\b(?:it|its|they|them|their|this|that|these|those|he|him|she|her)\b", re.IGNORECASE)
 _MORE = re.compile(r"\b(?:more|else|others?|another|further|besides|apart from|beyond)\b", re.IGNORECASE)
 _CODE = re.compile(r"`([^`]+)`")
 _SUBJECT = re.compile(
@@ -70,6 +72,8 @@ class Question:
     text: str
     weights: Mapping[str, float]
     """Each stem and what it counts."""
+    hints: frozenset[str] = frozenset()
+    """Those of them that come from the findings of earlier answers only."""
     forms: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Each stem as the question writes it: "activation" is closer to "activations" than to "active"."""
     pairs: frozenset[tuple[str, str]] = frozenset()
@@ -99,16 +103,20 @@ class Question:
             earlier_findings: sentences that answered them.
         """
         weights = _weights(text)
-        for share, earlier in zip(_EARLIER_SHARES, earlier_questions, strict=False):
+        if not earlier_questions and all(weight < 1.0 for weight in weights.values()):
+            weights = dict.fromkeys(weights, 1.0)  # nothing but filler: then the filler is the question
+        shares = _MEANT_SHARES if _PRONOUN.search(text) else _EARLIER_SHARES
+        for share, earlier in zip(shares, earlier_questions, strict=False):
             for word, weight in _weights(earlier).items():
                 weights.setdefault(word, weight * share)
         common = Counter(word for finding in earlier_findings for word in _weights(finding))
-        for word, _ in common.most_common(_FINDING_WORDS):
-            weights.setdefault(word, _FINDING_WEIGHT)
+        hints = [word for word, _ in common.most_common(_FINDING_WORDS) if word not in weights]
+        weights.update(dict.fromkeys(hints, _FINDING_WEIGHT))
         words = terms(text)
         return cls(
             text=text,
             weights=weights,
+            hints=frozenset(hints),
             forms=_forms(" ".join([text, *earlier_questions, *earlier_findings])),
             pairs=frozenset(itertools.pairwise(without_stops(words))),
             phrases=frozenset(
@@ -122,6 +130,11 @@ class Question:
             already_said=frozenset(map(fingerprint, earlier_findings)),
             wants_more=bool(_MORE.search(text)),
         )
+
+    @property
+    def main(self) -> frozenset[str]:
+        """The stems that the question is about, without small words and words of asking."""
+        return frozenset(word for word, weight in self.weights.items() if weight >= 1.0)
 
     def fit(self, sentence: Sentence, words: Sequence[str]) -> float:
         """How well a sentence's form fits the question's, around 1; ``words`` are the sentence's stems."""
@@ -187,8 +200,6 @@ def _weights(text: str) -> dict[str, float]:
         for word in terms(next(filter(None, match.groups()))):
             if word in weights:
                 weights[word] = _QUOTED_WEIGHT
-    if not any(weight >= 1.0 for weight in weights.values()):
-        return dict.fromkeys(weights, 1.0)  # nothing but filler: then the filler is the question
     return weights
 
 

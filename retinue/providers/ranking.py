@@ -12,7 +12,7 @@ from retinue.providers.passages import Sentence
 from retinue.providers.questions import Question, fingerprint
 from retinue.providers.words import NEAR, STOP, terms, without_stops
 
-_K1, _B, _SHORTEST = 1.2, 0.7, 0.6
+_K1, _B, _SHORTEST = 0.8, 0.7, 0.6
 """BM25's saturation and length normalisation; none counts as shorter than this share of the average."""
 _HEADING_SHARE, _LEAD_SHARE, _BEFORE_SHARE, _TABLE_SHARE = 0.5, 0.4, 0.25, 0.6
 """How much a word in the surroundings counts, of what it counts in the sentence itself."""
@@ -22,13 +22,15 @@ _NEAR_SHARE = 0.5
 """What a word counts that is only near the question's in meaning."""
 _UNCOVERED = 0.35
 """What is left of the score of a sentence that covers nearly nothing of the question."""
+_ABSENT_SHARE = 0.5
+"""What a word that is nowhere in the text counts, of what is to be covered."""
 _TITLE_FACTORS = (1.2, 1.6)
 """For sentences under a heading that has the question's only main word, or all of several."""
 _GAP, _GAP_BONUS, _PAIR_FACTOR = 3, 0.2, 2.0
 """Words of the question at most so far apart add to the score; doubly, where they pair as in the question."""
 _RANK_STEP = 0.08
 """What each place in an earlier ranking costs."""
-_REPEAT_SHARES = (0.7, 0.35)
+_REPEAT_SHARES = (0.5, 0.3)
 """What is left of the score of a sentence that an earlier answer gave; less where more is asked for."""
 _CONTAINED, _ALIKE = 0.75, 0.6
 """A sentence repeats a better one that has so much of its words, or shares so much of both their words."""
@@ -62,9 +64,15 @@ def rank(sentences: Sequence[Sentence], question: Question, *, least_idf: float 
     context = functools.lru_cache(maxsize=4096)(lambda text: frozenset(terms(text)))
     idf = _idf(own_sets, question.weights, least_idf)
     values = {word: weight * idf[word] for word, weight in question.weights.items()}
-    total = sum(values.values())
+    # An answer need not cover words that only earlier answers had, and may say otherwise what is nowhere.
+    present = frozenset[str]().union(*own_sets)
+    total = sum(
+        value * (1.0 if word in present else _ABSENT_SHARE)
+        for word, value in values.items()
+        if word not in question.hints
+    )
     average = sum(map(len, own)) / len(own)
-    main = {word for word, weight in question.weights.items() if weight >= 1.0}
+    main = question.main
     wanted = values.keys() | {other for word in values for other in NEAR.get(word, ())}
     ranked: list[Ranked] = []
     for sentence, words, distinct_words in zip(sentences, own, own_sets, strict=True):
@@ -92,14 +100,16 @@ def rank(sentences: Sequence[Sentence], question: Question, *, least_idf: float 
                 covered += value * share
         if score == 0.0:
             continue
-        score *= question.fit(sentence, words) * (_UNCOVERED + (1 - _UNCOVERED) * covered / total)
-        if fingerprint(sentence.text) in question.already_said:
+        coverage = min(1.0, covered / total) if total else 1.0
+        score *= question.fit(sentence, words) * (_UNCOVERED + (1 - _UNCOVERED) * coverage)
+        pieces = sentence.pieces or (sentence.text,)
+        if question.already_said and any(fingerprint(piece) in question.already_said for piece in pieces):
             score *= _REPEAT_SHARES[question.wants_more]
         if main and main <= heading:
             score *= _TITLE_FACTORS[len(main) > 1]
         score /= 1 + _RANK_STEP * sentence.rank
         score += _GAP_BONUS * _closeness(words, question, values)
-        ranked.append(Ranked(sentence, score, covered / total, distinct_words))
+        ranked.append(Ranked(sentence, score, coverage, distinct_words))
     ranked.sort(key=lambda item: -item.score)  # stable
     return ranked
 
@@ -112,7 +122,7 @@ def _idf(sets: Sequence[frozenset[str]], weights: Mapping[str, float], least: fl
         counts.update(words & weights.keys())
     scale = math.log(2 + size)
     return {
-        word: max(least, math.log(1 + (size - counts[word] + 0.5) / (counts[word] + 0.5)) / scale)
+        word: min(1.0, max(least, math.log(1 + (size - counts[word] + 0.5) / (counts[word] + 0.5)) / scale))
         for word in weights
     }
 

@@ -24,10 +24,12 @@ _STOP_WORDS = """
     yet you your yours"""
 _KEPT_WORDS = "down up off before after without not no once same all only again"
 _FILLER_WORDS = """
-    allow answer ask become case come describe detail difference docs document documentation doc exactly
-    explain file find folder get give go happen happens kind know like list look made make mean means need
-    often one page part possible project question really say see show something sort take tell thing
-    things text try two type use used using want way word work works"""
+    allow answer ask asked become called came case certain come describe detail difference different doc
+    docs document documentation done exactly explain few file find folder gave get give given gives go
+    gone got gotten happen happens keep kind knew know known like list look lot made make many mean means
+    meant name need often one page part possible project question really said saw say says see seen
+    several show showed shown something sort take taken tell tells text thing things told took try two
+    type use used using various want way went word work works"""
 _NEAR_WORDS = (
     "die dies died dying dead death killed kill kills lost crash crashes",
     "run runs ran running",

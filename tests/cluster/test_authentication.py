@@ -41,14 +41,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRecord]
         yield record
 
 
-@pytest.fixture(scope="module")
-def unguarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRecord]:
-    """A head that demands none."""
-    home = tmp_path_factory.mktemp("unguarded")
-    with running_head(clean_environment(home, {"RAY_AUTH_MODE": "disabled"})) as record:
-        yield record
-
-
 def refusal(address: str, environment: dict[str, str]) -> str:
     with pytest.raises(ClusterUnreachable) as caught:
         Probe(address, environment).answer()

@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from retinue.cluster.record import ClusterRecord
 from tests.cluster.processes import (
     Done,
     clean_environment,
     run_program,
     run_retinue,
-    running_head,
     wait_until_gone,
 )
 
@@ -72,9 +72,6 @@ def test_up_attach_status_down(environment: dict[str, str]) -> None:
     assert attached.errors == ""
     assert members_of(pid), "the cluster must go on when a client has ended"
 
-    named = {**environment, "RETINUE_ADDRESS": str(up["address"])}
-    assert json.loads(run_program(ATTACH, named).output)["mode"] == "standing", "it must find its token"
-
     again = said(run_retinue("up", "--json", environment=environment))
     assert (again["started"], again["already"], again["pid"]) == (False, True, pid)
 
@@ -122,20 +119,20 @@ def test_a_head_that_was_killed_is_told_and_cleared_away(environment: dict[str, 
     assert not Path(str(up["temp_dir"])).exists()
 
 
-def test_a_given_cluster_is_used_and_left_running(environment: dict[str, str], tmp_path: Path) -> None:
-    with running_head(clean_environment(tmp_path / "other", {"RAY_AUTH_MODE": "disabled"})) as head:
-        up = said(run_retinue("up", "--address", head.address, "--json", environment=environment))
-        assert (up["started"], up["address"], up["pid"]) == (False, head.address, None)
-        assert json.loads(run_program(ATTACH, environment).output)["address"] == head.address
+def test_a_given_cluster_is_used_and_left_running(
+    environment: dict[str, str], unguarded: ClusterRecord
+) -> None:
+    up = said(run_retinue("up", "--address", unguarded.address, "--json", environment=environment))
+    assert (up["started"], up["address"], up["pid"]) == (False, unguarded.address, None)
 
-        other = run_retinue("up", "--address", "127.0.0.1:1", environment=environment)
-        assert other.status == 2
-        assert other.errors.count("\n") == 1
-        assert "127.0.0.1:1 does not answer" in other.errors
+    other = run_retinue("up", "--address", "127.0.0.1:1", environment=environment)
+    assert other.status == 2
+    assert other.errors.count("\n") == 1
+    assert "127.0.0.1:1 does not answer" in other.errors
 
-        down = said(run_retinue("down", "--json", environment=environment))
-        assert (down["left_running"], down["processes"]) == (True, 0)
-        assert head.process() is not None
+    down = said(run_retinue("down", "--json", environment=environment))
+    assert (down["left_running"], down["processes"]) == (True, 0)
+    assert unguarded.process() is not None
 
 
 def test_a_head_that_cannot_start_is_one_message(environment: dict[str, str]) -> None:

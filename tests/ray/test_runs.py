@@ -142,6 +142,25 @@ def test_attach_finds_a_run_only_for_its_identity(make_runtime: MakeRuntime, ide
         asyncio.run(other.accepted())
 
 
+def test_a_run_is_followed_and_cancelled_from_a_runtime_of_another_app(
+    make_runtime: MakeRuntime, identity: Identity, tmp_path: Path
+) -> None:
+    handle = make_runtime(driver=Ticker(gate=str(tmp_path / "never"))).start(
+        "x", identity=identity, session_id="s"
+    )
+    asyncio.run(handle.accepted())
+    other = make_runtime(driver=agent_driver(Agent(name="viewer", model=EchoModel())))
+    attached = other.attach(handle.run_id, identity=identity)
+    events = attached.iter_events()
+    assert [next(events).sequence for _ in range(5)] == [1, 2, 3, 4, 5]
+    attached.cancel_blocking("seen enough")
+    result = handle.wait(TIMEOUT)
+    assert (result.status, result.reason and result.reason.message) == ("cancelled", "seen enough")
+    assert attached.wait(TIMEOUT) == result
+    # A start of the other app goes to a host of its own app, not to the one that was followed.
+    assert other.run_blocking("hi", identity=identity, session_id="s").text == "echo: hi"
+
+
 def test_a_reader_that_fell_out_of_the_window_goes_on_from_the_store(
     make_runtime: MakeRuntime, identity: Identity
 ) -> None:

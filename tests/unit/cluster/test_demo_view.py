@@ -259,6 +259,20 @@ def test_json_is_events_and_one_summary_and_nothing_else(progress: Progress) -> 
     assert "It lasts 15 s." in stderr.getvalue()
 
 
+def test_a_terminal_that_cannot_show_a_character_does_not_end_the_demo() -> None:
+    raw, errors = io.BytesIO(), io.BytesIO()
+    stdout = io.TextIOWrapper(raw, encoding="ascii")
+    output = Output(json=False, stdout=stdout, stderr=io.TextIOWrapper(errors, encoding="ascii"))
+    finish(output, result(text="a → b"))
+    stdout.flush()
+    assert b"a \\u2192 b" in raw.getvalue()
+    as_json = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    finish(
+        Output(json=True, stdout=as_json, stderr=io.TextIOWrapper(errors, encoding="ascii")), result(text="→")
+    )
+    assert json.loads(as_json.buffer.getvalue())["text"] == "→"  # type: ignore[attr-defined]
+
+
 def test_what_a_stopped_run_found_is_shown() -> None:
     output, stdout, _ = outputs(as_json=False)
     finish(output, result("stopped", "a:\nsome", REFUSED))

@@ -134,6 +134,14 @@ async def test_the_answer_is_the_right_sentence_with_its_place() -> None:
     assert "harbour" not in response.text
 
 
+async def test_the_best_sentence_is_followed_by_what_says_more_on_the_question() -> None:
+    part = "file: a.md\n1| The ledger admits calls. It refuses calls too. Its colour is blue."
+    response = await read_and_ask(
+        "question: How does the ledger admit or refuse calls?\npart: a.md:1-1", part
+    )
+    assert response.text.splitlines()[1] == "- The ledger admits calls. It refuses calls too. [a.md:1]"
+
+
 async def test_several_parts_are_ranked_together() -> None:
     task = "question: When does the harbour open?\npart: leases.md:10-14\npart: harbour.md:1-2"
     response = await read_and_ask(task, LEASES, HARBOUR)

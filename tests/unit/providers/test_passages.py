@@ -121,6 +121,15 @@ def test_markup_is_not_shown() -> None:
     assert shown("**`a*b`** and *`<br>`* stay.") == [(1, "`a*b` and `<br>` stay.")]
 
 
+def test_bold_words_at_the_start_are_the_subject() -> None:
+    sentences = read("**Pool keeper.** One for each app. It alone starts hosts.")
+    assert [sentence.text for sentence in sentences] == [
+        "Pool keeper. One for each app.",
+        "It alone starts hosts.",
+    ]
+    assert sentences[1].lead == "Pool keeper."
+
+
 def test_front_matter_comments_and_directives_are_left_out() -> None:
     text = "---\ntitle: Guide\n---\n<!-- hidden -->\n.. toctree::\n\nText here."
     assert [text for _, text in shown(text)] == ["Text here."]

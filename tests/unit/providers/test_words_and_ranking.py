@@ -106,6 +106,14 @@ def test_an_earlier_question_helps_and_does_not_drown_the_new_one() -> None:
     assert joined[0].sentence.text == "The lease is renewed every 7 s."
 
 
+def test_a_question_of_small_words_is_about_the_one_before() -> None:
+    text = "The provider said what it used. A lease is fenced by its epoch. It was said again."
+    asked = Question.of("And what else is said about that?", ["What is a lease?"], ["A lease lasts 15 s."])
+    assert rank(read_sentences(text), asked)[0].sentence.text == "A lease is fenced by its epoch."
+    alone = rank(read_sentences(text), Question.of("What is said?"))
+    assert "said" in alone[0].sentence.text
+
+
 def test_what_was_said_already_gives_way_when_more_is_asked_for() -> None:
     text = "A lease lasts 15 s and is renewed. A lease is fenced by its epoch."
     said = ["A lease lasts 15 s and is renewed."]
