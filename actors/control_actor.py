@@ -237,6 +237,11 @@ class ControlActor:
         await asyncio.shield(self._rebuilding)
         return self._start_directory()
 
+    async def set_max_resident(self, count: int) -> None:
+        """Let so many sessions be resident at once, from now on."""
+        self._options = msgspec.structs.replace(self._options, max_resident=count)
+        (await self._standing()).max_resident = count
+
     async def introduce(self, data: bytes, keeper: Any) -> None:
         """This keeper has hosts of this app."""
         app = decode(data, AppSpec)

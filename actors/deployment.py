@@ -86,12 +86,22 @@ def attach(
     return Deployment(directory, name, namespace, alone=name == REGISTRY)
 
 
-def deploy(namespace: str = NAMESPACE, *, options: DeployOptions | None = None) -> None:
-    """Start registry and directory of this version. Harmless where they stand."""
-    options = options or default_options(ephemeral=False)
+def deploy(
+    namespace: str = NAMESPACE, *, options: DeployOptions | None = None, max_resident: int | None = None
+) -> None:
+    """Start registry and directory of this version. Harmless where they stand.
+
+    Args:
+        namespace: of the actors.
+        options: how they are set up, if they do not stand yet.
+        max_resident: sessions resident at once; given, it also changes the cap of a directory that stands.
+    """
+    options = options or default_options(ephemeral=False, max_resident=max_resident)
     versions = {str(PROTOCOL_VERSION): DIRECTORY}
     registry = _start(REGISTRY, namespace, msgspec.structs.replace(options, versions=versions))
-    _start(DIRECTORY, namespace, options)
+    directory = _start(DIRECTORY, namespace, options)
+    if max_resident is not None:
+        ray.get(directory.set_max_resident.remote(max_resident))
     ray.get(registry.register.remote(PROTOCOL_VERSION, DIRECTORY))
 
 

@@ -199,6 +199,15 @@ def up(
         int | None,
         typer.Option(metavar="N", min=1, help="CPUs of a new cluster; all of the machine's when left out."),
     ] = None,
+    max_resident: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Sessions in memory at once, each in a process of its own; as many as fit into a quarter of "
+            "the memory when left out. On a cluster that is up already it changes the cap.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Start the runtime on a cluster, where it stands until 'retinue down'.
@@ -211,7 +220,7 @@ def up(
         from retinue.cluster import standing
 
         _tell("attaching to the cluster ..." if address else "starting ...", json)
-        report = standing.up(address, namespace=namespace, num_cpus=num_cpus)
+        report = standing.up(address, namespace=namespace, num_cpus=num_cpus, max_resident=max_resident)
         if json:
             record = asdict(report.record)
             _print_json({**record, "started": report.started, "already": report.already})

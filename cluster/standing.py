@@ -74,7 +74,13 @@ class StatusReport:
     """Why it does not answer."""
 
 
-def up(address: str | None = None, *, namespace: str = NAMESPACE, num_cpus: int | None = None) -> UpReport:
+def up(
+    address: str | None = None,
+    *,
+    namespace: str = NAMESPACE,
+    num_cpus: int | None = None,
+    max_resident: int | None = None,
+) -> UpReport:
     """Have the runtime's actors stand on a cluster. Harmless when repeated.
 
     Args:
@@ -83,6 +89,7 @@ def up(address: str | None = None, *, namespace: str = NAMESPACE, num_cpus: int 
             the background.
         namespace: the Ray namespace of the actors.
         num_cpus: CPUs of a new cluster; as many as the machine has, when left out.
+        max_resident: sessions in memory at once; as many as fit into a quarter of the memory, when left out.
 
     Raises:
         ClusterUnreachable: the cluster does not answer or could not be started, or another one is up.
@@ -94,18 +101,18 @@ def up(address: str | None = None, *, namespace: str = NAMESPACE, num_cpus: int 
     with _alone():
         record = _current()
         if record is not None:
-            return _up_again(record, address, namespace)
+            return _up_again(record, address, namespace, max_resident)
         if address is not None:
             with _connected(address, namespace) as connection:
                 record = _attached_record(connection)
-                _deploy(namespace)
+                _deploy(namespace, max_resident)
             write_record(record)
             return UpReport(record=record, started=False, already=False)
         record = start_head(namespace=namespace, num_cpus=num_cpus)
         write_record(record)  # before anything can fail: down() must find it
         try:
             with _connected(record.address, namespace):
-                _deploy(namespace)
+                _deploy(namespace, max_resident)
         except BaseException:
             stop_head(record)
             remove_record()
@@ -196,7 +203,9 @@ def status(address: str | None = None, *, namespace: str = NAMESPACE) -> StatusR
     )
 
 
-def _up_again(record: ClusterRecord, address: str | None, namespace: str) -> UpReport:
+def _up_again(
+    record: ClusterRecord, address: str | None, namespace: str, max_resident: int | None
+) -> UpReport:
     if namespace != record.namespace:
         raise ClusterUnreachable(
             f"the cluster at {record.address} is up with namespace {record.namespace!r}, not {namespace!r}; "
@@ -210,7 +219,7 @@ def _up_again(record: ClusterRecord, address: str | None, namespace: str) -> UpR
                 f"`retinue up --address {address}`",
                 address=address,
             )
-        _deploy(namespace)
+        _deploy(namespace, max_resident)
     return UpReport(record=record, started=False, already=True)
 
 
@@ -265,11 +274,11 @@ def _connected(address: str, namespace: str) -> Iterator[Connection]:
         connection.close()
 
 
-def _deploy(namespace: str) -> None:
+def _deploy(namespace: str, max_resident: int | None) -> None:
     from retinue.actors import deployment
 
     with _ray_errors("the runtime's actors could not be started"):
-        deployment.deploy(namespace)
+        deployment.deploy(namespace, max_resident=max_resident)
 
 
 def _withdraw(namespace: str) -> list[str]:

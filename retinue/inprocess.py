@@ -27,7 +27,7 @@ from retinue.store import Holder, Store, StoredSession, StoreEngine
 from retinue.workers import Workers
 
 MAX_RESIDENT = 1024
-"""Sessions kept resident in one process; the longest unused idle one leaves first."""
+"""Sessions kept resident in one process, the busy ones aside; the longest unused idle one leaves first."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class InProcessBackend:
                 activation_id = new_id("activation")
                 await self._host.activate(address, activation_id, self._store, self._app)
                 found = _resident[key] = _Resident(self._host, activation_id, self._app.digest)
-                await _make_room()
+                await _make_room(key)
         if key in _resident:
             _resident.move_to_end(key)
         return _located(found)
@@ -178,9 +178,9 @@ def _located(found: _Resident) -> Located:
     return Located(InProcessHost(found.host), found.host.holder.holder_id, found.activation_id)
 
 
-async def _make_room() -> None:
+async def _make_room(newcomer: str) -> None:
     for key, resident in list(_resident.items()):
         if len(_resident) <= MAX_RESIDENT:
             return
-        if await resident.host.passivate(resident.activation_id, "memory_pressure"):
+        if key != newcomer and await resident.host.passivate(resident.activation_id, "memory_pressure"):
             _resident.pop(key, None)

@@ -32,7 +32,8 @@ def client_loop() -> LoopThread:
     with _lock:
         if _thread is None:
             _thread = LoopThread("retinue-client")
-            atexit.register(_exit)
+            # Before the pools of concurrent.futures end, which is before atexit: stores and tools need theirs.
+            getattr(threading, "_register_atexit", atexit.register)(_exit)
         return _thread
 
 

@@ -270,7 +270,7 @@ def test_a_terminal_that_cannot_show_a_character_does_not_end_the_demo() -> None
     finish(
         Output(json=True, stdout=as_json, stderr=io.TextIOWrapper(errors, encoding="ascii")), result(text="→")
     )
-    assert json.loads(as_json.buffer.getvalue())["text"] == "→"  # type: ignore[attr-defined]
+    assert json.loads(as_json.buffer.getvalue())["text"] == "→"
 
 
 def test_what_a_stopped_run_found_is_shown() -> None:

@@ -30,7 +30,7 @@ class PlayedCluster:
         monkeypatch.setattr(standing, "start_head", self.start_head)
         monkeypatch.setattr(standing, "stop_head", self.stop_head)
         monkeypatch.setattr(standing, "_connected", self.connected)
-        monkeypatch.setattr(standing, "_deploy", lambda _: self.act("deploy"))
+        monkeypatch.setattr(standing, "_deploy", lambda *_: self.act("deploy"))
         monkeypatch.setattr(standing, "_withdraw", self.withdraw)
 
     def act(self, what: str) -> None:
