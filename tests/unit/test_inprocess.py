@@ -114,6 +114,7 @@ async def test_the_longest_unused_idle_session_makes_room(
     # Everything busy: the newcomer still gets a place, and the next leaves at once.
     more = [busy.start("x", identity=identity, session_id=f"busy{number}") for number in range(3)]
     for handle in more:
+        await handle.accepted()
         await flag(f"{handle.run_id} runs").wait()
     assert (await soon(runtime.run("x", identity=identity, session_id="s9"))).status in ("completed", "failed")
     for handle in (running, *more):
