@@ -198,7 +198,10 @@ class ToolFailed(RetinueError):
 class ModelFailed(RetinueError):
     """The model provider did not give a usable answer.
 
-    ``started`` is false when the request certainly never reached the provider: nothing is charged then.
+    Raised by ``services.model``, and by model clients. ``started`` is false when the provider certainly did
+    not begin (unreachable, or it refused the request): nothing is charged then. ``usage`` is what the
+    provider reported all the same, as a mapping of :class:`retinue.Usage` fields; without it a started call
+    is charged with what was reserved for it.
     """
 
     code = "model_failed"

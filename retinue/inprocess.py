@@ -7,9 +7,10 @@ sessions, so that a session moves between apps here as it would between hosts on
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from retinue.apps import AppSpec, app_by_name
@@ -46,11 +47,16 @@ def local_app(app: RuntimeConfig | str) -> LocalApp:
     return LocalApp(AppSpec(kind="value", digest=digest, data=b"", name=app.name or digest), app)
 
 
+GRACE = 1.0
+"""Seconds in which a session that was just brought to life need not leave: its run is on the way."""
+
+
 @dataclass(frozen=True)
 class _Resident:
     host: Host
     activation_id: str
     digest: str
+    since: float = field(default_factory=time.monotonic)
 
 
 _resident: OrderedDict[str, _Resident] = OrderedDict()
@@ -134,7 +140,7 @@ class InProcessBackend:
                 activation_id = new_id("activation")
                 await self._host.activate(address, activation_id, self._store, self._app)
                 found = _resident[key] = _Resident(self._host, activation_id, self._app.digest)
-                await _make_room(key)
+                await _make_room()
         if key in _resident:
             _resident.move_to_end(key)
         return _located(found)
@@ -178,9 +184,12 @@ def _located(found: _Resident) -> Located:
     return Located(InProcessHost(found.host), found.host.holder.holder_id, found.activation_id)
 
 
-async def _make_room(newcomer: str) -> None:
+async def _make_room() -> None:
+    settled = time.monotonic() - GRACE
     for key, resident in list(_resident.items()):
         if len(_resident) <= MAX_RESIDENT:
             return
-        if key != newcomer and await resident.host.passivate(resident.activation_id, "memory_pressure"):
+        if resident.since < settled and await resident.host.passivate(
+            resident.activation_id, "memory_pressure"
+        ):
             _resident.pop(key, None)

@@ -110,7 +110,9 @@ class ModelCalls:
             usage = _usage_of(response, client)
             settlement = msgspec.structs.replace(settlement, usage=usage, answered=not services.cancelled)
         except ModelFailed as error:
-            settlement = msgspec.structs.replace(settlement, started=error.started)
+            settlement = msgspec.structs.replace(
+                settlement, started=error.started, usage=_reported_usage(error)
+            )
             raise
         finally:
             await self._port.settle(settlement)
@@ -143,6 +145,15 @@ def _usage_of(response: object, client: ModelClient) -> Usage | None:
     if problem:
         raise ModelFailed(f"{called} reported impossible usage: {problem}")
     return response.usage
+
+
+def _reported_usage(error: ModelFailed) -> Usage | None:
+    """What a provider says that a failed call used; ``None`` where it says nothing usable."""
+    try:
+        usage = msgspec.convert(error.data.get("usage"), Usage | None)
+    except msgspec.ValidationError:
+        return None
+    return usage if usage is not None and usage.problem() is None else None
 
 
 def check_max_tokens(value: object) -> None:

@@ -193,6 +193,14 @@ class Runtime:
 
         return await awaited(on_client_loop(ask()))
 
+    async def store_url(self) -> str:
+        """Where this runtime's sessions are stored, without credentials."""
+
+        async def ask() -> str:
+            return (await self._backend.client()).store.statistics().url
+
+        return await awaited(on_client_loop(ask()))
+
     # --- the end ------------------------------------------------------------------------------------------
 
     def close(self) -> None:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
+import msgspec
+
+from retinue.budgets import Usage
 from retinue.errors import ModelFailed, ValidationFailed
 from retinue.messages import ToolCall
 from retinue.models import ModelRequest, ModelResponse
@@ -169,15 +172,17 @@ class OpenAIChatModel:
                 "that the base URL is the API's root, which usually ends in /v1"
             ) from None
         finish = choice.get("finish_reason")
-        tool_calls = tuple(self._tool_call(call, names, finish) for call in calls)
+        used = usage(answer.get("usage"))
+        tool_calls = tuple(self._tool_call(call, names, finish, used) for call in calls)
         return ModelResponse(
             text=text or message.get("refusal") or "",
             tool_calls=tool_calls,
-            usage=usage(answer.get("usage")),
+            usage=used,
             finish_reason=finish_reason(finish, bool(tool_calls)),
         )
 
-    def _tool_call(self, call: Any, names: WireNames, finish: object) -> ToolCall:
+    def _tool_call(self, call: Any, names: WireNames, finish: object, used: Usage | None) -> ToolCall:
+        reported = None if used is None else msgspec.to_builtins(used)
         try:
             function = call["function"]
             call_id, name, arguments = call["id"], function["name"], function.get("arguments") or "{}"
@@ -185,7 +190,7 @@ class OpenAIChatModel:
                 raise TypeError
         except (LookupError, TypeError, AttributeError):
             raise ModelFailed(
-                f"{self._called} asked for a tool without an id or a name; no tool was run"
+                f"{self._called} asked for a tool without an id or a name; no tool was run", usage=reported
             ) from None
         try:
             parsed = arguments if isinstance(arguments, dict) else json.loads(arguments)
@@ -195,7 +200,8 @@ class OpenAIChatModel:
             why = ": the answer was cut at the output cap" if finish == "length" else ""
             raise ModelFailed(
                 f"{self._called} called {names.from_wire(name)} with arguments that are no JSON object{why}; "
-                "no tool was run"
+                "no tool was run",
+                usage=reported,
             )
         return ToolCall(call_id, names.from_wire(name), parsed)
 
@@ -221,7 +227,9 @@ class OpenAIChatModel:
         else:
             step = "look into the server's documentation for this status"
         raise ModelFailed(
-            f"{self._called} refused with HTTP {status}{f' ({said})' if said else ''}: {step}", status=status
+            f"{self._called} refused with HTTP {status}{f' ({said})' if said else ''}: {step}",
+            status=status,
+            started=status >= 500,  # what is refused with 4xx was not begun
         ) from None
 
     def _unreachable(self, error: Exception) -> NoReturn:
