@@ -20,7 +20,7 @@ from retinue.actors.store_actor import RemoteEngine
 from retinue.actors.wire import call, decode, encode, read_reply
 from retinue.apps import AppSpec
 from retinue.client import HostGone, Located, SessionClient
-from retinue.errors import ClusterUnreachable, RetinueError
+from retinue.errors import ClusterUnreachable
 from retinue.handles import RunHandle
 from retinue.ids import SessionAddress, new_id
 from retinue.loop import before_exit
@@ -130,10 +130,7 @@ class RayBackend:
         known = self._located.get(address)
         if known is not None:
             return known
-        try:
-            data, handle = await call(self._directory.locate, encode((address, self._app.digest)))
-        except HostGone as error:
-            raise ClusterUnreachable(f"the directory of this cluster has died: {error}") from None
+        data, handle = await self._ask_directory("locate", encode((address, self._app.digest)))
         whereabouts: Whereabouts = read_reply(data, Whereabouts)
         located = _located(whereabouts, handle)
         _remember(self._located, address, located)
@@ -143,7 +140,7 @@ class RayBackend:
         known = self._located.get(address) or self._followed.get(address)
         if known is not None:
             return known
-        found = await call(self._directory.resident, encode(address))
+        found = await self._ask_directory("resident", encode(address))
         if found is None:
             return None
         data, handle = found
@@ -160,15 +157,20 @@ class RayBackend:
     async def host_lost(self, address: SessionAddress, located: Located) -> None:
         self._located.pop(address, None)
         self._followed.pop(address, None)
-        await call(self._directory.host_lost, located.host_id)
+        await self._ask_directory("host_lost", located.host_id)
+
+    async def _ask_directory(self, method: str, argument: object) -> Any:
+        try:
+            return await call(getattr(self._directory, method), argument)
+        except HostGone as error:
+            raise ClusterUnreachable(f"the directory of this cluster has died: {error}") from None
 
     # --- status -------------------------------------------------------------------------------------------
 
     def peek(self, handle: RunHandle) -> RunStatus | None:
-        status = handle.last_status
-        if (status is None or status.state != "finished") and self._loop is not None:
+        if not handle.over and self._loop is not None:
             self._loop.call_soon_threadsafe(self._poll, handle)
-        return status
+        return handle.last_status
 
     def _poll(self, handle: RunHandle) -> None:
         self._polled.add(handle)
@@ -178,15 +180,17 @@ class RayBackend:
     async def _polling(self) -> None:
         """Keep the handles that somebody looks at fresh, until their runs end."""
         while self._polled:
-            for handle in list(self._polled):
-                try:
-                    await handle.refresh(await self.client())
-                except (RetinueError, HostGone):
-                    self._polled.discard(handle)
-                if handle.last_status is not None and handle.last_status.state == "finished":
-                    self._polled.discard(handle)
+            await asyncio.gather(*(self._refresh(handle) for handle in list(self._polled)))
             await asyncio.sleep(STATUS_PERIOD)
         self._poller = None
+
+    async def _refresh(self, handle: RunHandle) -> None:
+        try:
+            await handle.refresh(await self.client())
+        except Exception:
+            self._polled.discard(handle)  # whoever waits for the run is told; a look at it is not worth more
+        if handle.over:
+            self._polled.discard(handle)
 
     async def close(self) -> None:
         """Runs and sessions go on; only what this process follows ends."""

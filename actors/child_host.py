@@ -108,14 +108,16 @@ class ChildHostCore:
         self._background = Background("child host")
         self._background.run(self._watch_silence())
 
-    async def deliver(self, root_id: str, handle: Any, number: int, messages: list[Down]) -> None:
-        """A batch from a session host."""
+    async def deliver(self, root_id: str, handle: Any, number: int, messages: list[Down]) -> bool:
+        """A batch from a session host; false when its children were given up here, and it must know."""
         root = self._roots.get(root_id)
         if root is None:
+            if number > 1:  # it goes on with a conversation that ended here: see _watch_silence
+                return False
             root = self._add_root(root_id, handle)
         root.heard = time.monotonic()
         if root.inbox.repeated(number) is not None:
-            return
+            return True
         root.inbox.answered(number, b"")
         for message in messages:
             match message:
@@ -129,6 +131,7 @@ class ChildHostCore:
                         port.answer(message.ask_id, message.reply)
                 case KeepAlive():
                     pass
+        return True
 
     def _add_root(self, root_id: str, handle: Any) -> _Root:
         async def send(number: int, batch: list[Up]) -> None:
@@ -242,10 +245,10 @@ class ChildHostActor:
             self._core = ChildHostCore(self._host_id, self._app)
             await self._core.load()
 
-    async def deliver(self, root_id: str, root: Any, data: bytes) -> None:
+    async def deliver(self, root_id: str, root: Any, data: bytes) -> bool:
         assert self._core is not None
         number, messages = decode(data, tuple[int, list[Down]])
-        await self._core.deliver(root_id, root, number, messages)
+        return await self._core.deliver(root_id, root, number, messages)
 
     async def statistics(self) -> bytes:
         """What is here; ``null`` before the host is ready."""

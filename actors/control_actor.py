@@ -7,6 +7,8 @@ the registry, the directory and the keeper of each app are actors of their own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
@@ -22,6 +24,7 @@ from retinue.actors.names import (
     CHILD_HOST_PREFIX,
     HOST_PREFIX,
     KEEPER_PREFIX,
+    REGISTRY,
     STORE_PREFIX,
     store_name,
 )
@@ -36,6 +39,7 @@ from retinue.ids import PROTOCOL_VERSION, SessionAddress, new_id
 from retinue.recovery import end_interrupted_runs
 from retinue.storage import this_process
 from retinue.store import Store
+from retinue.store_wait import until_stored
 
 REMEMBERED_ANSWERS = 1_000
 """Answers kept for requests that come twice."""
@@ -87,6 +91,10 @@ class ControlActor:
         self._versions.pop(str(version), None)
         return len(self._versions)
 
+    async def settings(self) -> bytes:
+        """How the cluster was set up last, for a directory that restarts."""
+        return encode(self._options)
+
     # --- keeper -------------------------------------------------------------------------------------------
 
     async def keep(self, data: bytes) -> None:
@@ -133,6 +141,10 @@ class ControlActor:
 
     async def _take_from(self, digest: str) -> HostReference:
         return await (await self._pool(digest)).take_host()
+
+    async def give_back(self, digest: str, host_id: str, handle: Any) -> None:
+        """A session host that was taken served nobody."""
+        (await self._pool(digest)).give_back(HostReference(host_id, handle))
 
     async def assign(
         self, request_id: str, digest: str, requester: str, count: int, nested: bool
@@ -197,6 +209,7 @@ class ControlActor:
             self._directory = Directory(
                 control=self._hosts,
                 take_host=self._take_host,
+                give_back=self._give_back,
                 recover=self._recover,
                 max_resident=self._options.max_resident,
                 app_name=lambda digest: self._apps[digest].name if digest in self._apps else digest[:12],
@@ -205,6 +218,7 @@ class ControlActor:
 
     async def _rebuild(self) -> None:
         """After a restart: find the stores, the keepers and the hosts again. They are all named actors."""
+        await self._read_settings()
         directory = self._start_directory()
         own_handle = ray.get_runtime_context().current_actor
         async for handle, data in self._ask_all(STORE_PREFIX, "describe"):
@@ -221,6 +235,15 @@ class ControlActor:
                 await self.keep(encode(host.app))
                 await self.introduce(encode(host.app), own_handle)
             directory.adopt(HostReference(host.host_id, handle), host.app.digest, list(host.sessions))
+
+    async def _read_settings(self) -> None:
+        """The registry may know a later cap than this actor's constructor."""
+        try:
+            registry = await asyncio.to_thread(ray.get_actor, REGISTRY, self._namespace)
+            settings = decode(await call(registry.settings), DeployOptions)
+            self._options = msgspec.structs.replace(self._options, max_resident=settings.max_resident)
+        except (HostGone, ValueError):
+            pass
 
     async def _ask_all(self, prefix: str, method: str) -> AsyncIterator[tuple[Any, Any]]:
         """The answers of the live actors whose names begin so; the dying ones are passed over."""
@@ -240,7 +263,8 @@ class ControlActor:
     async def set_max_resident(self, count: int) -> None:
         """Let so many sessions be resident at once, from now on."""
         self._options = msgspec.structs.replace(self._options, max_resident=count)
-        (await self._standing()).max_resident = count
+        if self._directory is not None:
+            self._directory.max_resident = count
 
     async def introduce(self, data: bytes, keeper: Any) -> None:
         """This keeper has hosts of this app."""
@@ -283,6 +307,10 @@ class ControlActor:
         host_id, handle = await call(keeper.take_host, new_id("request"), digest)
         return HostReference(host_id, handle)
 
+    async def _give_back(self, digest: str, host: HostReference) -> None:
+        with contextlib.suppress(HostGone):
+            await call(self._hosts.keepers[digest].give_back, digest, host.host_id, host.handle)
+
     async def _open_store(self, url: str | None) -> tuple[StoreDescription, Any]:
         from retinue.storage import default_url, normalise_url
 
@@ -317,16 +345,29 @@ class ControlActor:
         """Fence a dead host in every store, and end the runs that it had."""
         for keeper in self._hosts.keepers.values():
             self._background.run(call(keeper.release_all, host_id))
-        for description, handle in list(self._hosts.stores.values()):
-            store = Store(RemoteEngine(handle, description))
-            holder = this_process(new_id("directory"), self._cluster_id)
-            for address in await store.fence(host_id):
-                try:
-                    grant = await store.acquire(address, holder)
-                    await end_interrupted_runs(store, grant)
-                    await store.release(grant.lease)
-                except (SessionConflict, LeaseLost):
-                    continue  # somebody has taken it over already, and ends its runs
+        await asyncio.gather(
+            *(
+                self._recover_in(Store(RemoteEngine(handle, description)), host_id)
+                for description, handle in list(self._hosts.stores.values())
+            )
+        )
+
+    async def _recover_in(self, store: Store, host_id: str) -> None:
+        """The same in one store; one that does not answer is tried again, beyond the time that runs wait."""
+        try:
+            for address in await until_stored(lambda: store.fence(host_id)):
+                await until_stored(functools.partial(self._end_runs, store, address))
+        except StoreUnavailable:
+            self._background.run(self._recover_in(store, host_id))
+
+    async def _end_runs(self, store: Store, address: SessionAddress) -> None:
+        holder = this_process(new_id("directory"), self._cluster_id)
+        try:
+            grant = await store.acquire(address, holder)
+            await end_interrupted_runs(store, grant)
+            await store.release(grant.lease)
+        except (SessionConflict, LeaseLost):
+            pass  # somebody has taken it over already, and ends its runs
 
     # --- all ----------------------------------------------------------------------------------------------
 

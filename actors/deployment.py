@@ -101,7 +101,8 @@ def deploy(
     registry = _start(REGISTRY, namespace, msgspec.structs.replace(options, versions=versions))
     directory = _start(DIRECTORY, namespace, options)
     if max_resident is not None:
-        ray.get(directory.set_max_resident.remote(max_resident))
+        # The registry remembers it for a directory that restarts.
+        ray.get([each.set_max_resident.remote(max_resident) for each in (registry, directory)])
     ray.get(registry.register.remote(PROTOCOL_VERSION, DIRECTORY))
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from retinue.client import HostGone
-from retinue.errors import Overloaded, SessionConflict
+from retinue.errors import Overloaded, RetinueError, SessionConflict
 from retinue.ids import SessionAddress, new_id
 from retinue.sessions import DeactivationReason
 
@@ -60,6 +60,8 @@ class HostControl(Protocol):
 
 TakeHost = Callable[[str], Awaitable[HostReference]]
 """Gives a spare host for an app digest, for the caller alone."""
+GiveBack = Callable[[str, HostReference], Awaitable[None]]
+"""Takes a host back that served nobody."""
 Recover = Callable[[str], Awaitable[None]]
 """Fences a dead host and ends the runs that it had."""
 
@@ -89,7 +91,7 @@ class Directory:
 
     Args:
         control: reaches hosts.
-        take_host: takes a spare host of an app.
+        take_host, give_back: take a spare host of an app, and return one that served nobody.
         recover: ends what a dead host left.
         max_resident: sessions that may be resident at once.
         app_name: the name of an app by its digest, for messages.
@@ -100,6 +102,7 @@ class Directory:
         *,
         control: HostControl,
         take_host: TakeHost,
+        give_back: GiveBack,
         recover: Recover,
         max_resident: int,
         app_name: Callable[[str], str] = str,
@@ -107,6 +110,7 @@ class Directory:
         self.max_resident = max_resident
         self._control = control
         self._take_host = take_host
+        self._give_back = give_back
         self._recover = recover
         self._app_name = app_name
         self._resident: OrderedDict[str, _Resident] = OrderedDict()
@@ -162,6 +166,9 @@ class Directory:
                     await self._control.activate(host, address, activation_id, digest)
                 except HostGone:
                     continue  # it died as a spare, or just now: the next one
+                except RetinueError:
+                    await self._give_back(digest, host)  # nothing of the session got there
+                    raise
                 except BaseException:
                     await self._let_go(host)
                     raise

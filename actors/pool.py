@@ -169,7 +169,10 @@ class PoolKeeper:
                 self._takers.popleft().set_exception(self._cannot_start("session host", error))
             return
         self._session_hosts_coming -= 1
-        host = HostReference(host_id, handle)
+        self.give_back(HostReference(host_id, handle))
+
+    def give_back(self, host: HostReference) -> None:
+        """This host is free for anybody: it is new, or served nobody."""
         while self._takers:
             taker = self._takers.popleft()
             if not taker.done():
@@ -178,7 +181,7 @@ class PoolKeeper:
         if self._ready_ahead:
             self._spares.append(host)
         else:
-            self._factory.stop(handle)
+            self._factory.stop(host.handle)
 
     def _cannot_start(self, what: str, error: Exception) -> RetinueError:
         if isinstance(error, RetinueError):

@@ -12,6 +12,7 @@ from retinue.actors.pooled_children import PooledChildren
 from retinue.actors.store_actor import RemoteEngine
 from retinue.actors.wire import answered, call, decode, encode, on_loop, read_reply
 from retinue.apps import AppSpec
+from retinue.client import HostGone
 from retinue.host import Host
 from retinue.ids import SessionAddress, new_id
 from retinue.messages import Message
@@ -51,7 +52,9 @@ class RemoteChildHosts:
         await call(self.keeper.release, new_id("request"), self.digest, self._host_id, releases)
 
     async def deliver(self, host: HostReference, number: int, messages: list[Down]) -> None:
-        await call(host.handle.deliver, self._host_id, self._own_handle, encode((number, messages)))
+        data = encode((number, messages))
+        if not await call(host.handle.deliver, self._host_id, self._own_handle, data):
+            raise HostGone("it heard nothing of this session host for too long and stopped its delegates")
 
     async def watch(self, host: HostReference) -> None:
         await call(host.handle.watch)

@@ -275,7 +275,7 @@ class _Conductor:
                 wall=time.monotonic() - self._job.began,
             )
             return INTERRUPTED
-        return self._report(handle, following.result())
+        return await self._report(handle, following.result())
 
     async def _follow(self, handle: RunHandle) -> RunResult:
         """Show every event; the result."""
@@ -307,14 +307,14 @@ class _Conductor:
         self._output.cancelling()
         await handle.cancel(CANCEL_REASON)
 
-    def _report(self, handle: RunHandle, result: RunResult) -> int:
+    async def _report(self, handle: RunHandle, result: RunResult) -> int:
         job = self._job
         # What was refused was never stored: there is nothing to continue.
         stored = result.final_cursor > 0
         self._output.finish(
             result,
             session=job.session,
-            store=job.store_url,
+            store=await self._runtime.store_url() if stored else job.store_url,
             hops=handle.hops,
             wall=time.monotonic() - job.began,
             continue_with=continuing_command(job.options, job.session) if stored else None,

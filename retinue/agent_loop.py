@@ -77,11 +77,12 @@ class AgentDriver:
     async def _ask(self, services: ExecutionServices, conversation: Sequence[Message]) -> ModelResponse:
         agent = self.agent
         instructions = [system(agent.instructions)] if agent.instructions else []
-        tools = (*agent.tools, *services.tools)
+        granted = services.request.grants.tool_ids
+        offered = [item.schema for item in (*agent.tools, *services.tools) if item.name in granted]
         return await services.model(
             agent.model,
             [*instructions, *conversation],
-            tools=[item.schema for item in tools],
+            tools=offered,
             max_tokens=agent.max_output_tokens if services.token_limited else None,
             temperature=agent.temperature,
         )

@@ -62,7 +62,9 @@ def load_app(spec: AppSpec) -> RuntimeConfig:
             path="config",
         ) from None
     if not isinstance(config, RuntimeConfig):
-        raise ValidationFailed(f"the app {spec.name} is {type(config).__name__}, not a RuntimeConfig", path="config")
+        raise ValidationFailed(
+            f"the app {spec.name} is {type(config).__name__}, not a RuntimeConfig", path="config"
+        )
     return config
 
 

@@ -157,6 +157,7 @@ class SessionClient:
             except HostGone:
                 assert located is not None
                 await self._router.host_lost(address, located)
+        raise Overloaded(f"session {session_id!r} keeps moving between processes; try again later")
 
     async def result(self, identity: Identity, session_id: str, run_id: str) -> Settled:
         """The one result, waiting for it."""
@@ -302,6 +303,8 @@ class SessionClient:
                 return await located.host.import_legacy(located.activation_id, messages)
             except (NotFound, LeaseLost):
                 self._router.forget(address, located)
+            except HostGone:
+                await self._router.host_lost(address, located)
         raise Overloaded(f"session {session_id!r} keeps moving between processes; try again later")
 
     async def read_artifact(

@@ -15,7 +15,7 @@ from retinue.errors import RetinueError
 from retinue.event_log import check_cursor
 from retinue.events import Event, decode_event
 from retinue.ids import Identity
-from retinue.loop import awaited, blocking, on_client_loop
+from retinue.loop import awaited, blocking, finish_before_exit, on_client_loop
 from retinue.messages import escape_surrogates
 from retinue.protocol import RunState, RunStatus, StartRun
 from retinue.results import Reason, RunResult
@@ -49,6 +49,8 @@ class RunHandle:
         self._local_result: RunResult | None = None
         self._client_hops = 0
         self._accepting = on_client_loop(self._accept(start))
+        if start is not None:
+            finish_before_exit(self._accepting)  # a script may end right after its last start
         self._settling: concurrent.futures.Future[RunResult] | None = None
 
     # --- acceptance ---------------------------------------------------------------------------------------
@@ -97,6 +99,12 @@ class RunHandle:
             return "finished"
         status = self._backend.peek(self)
         return status.state if status is not None else "running"
+
+    @property
+    def over(self) -> bool:
+        """Whether the end is known here. For backends: asks nobody."""
+        ended = self._status is not None and self._status.state == "finished"
+        return ended or self._local_result is not None
 
     @property
     def budget(self) -> BudgetSnapshot:

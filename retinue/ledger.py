@@ -104,6 +104,10 @@ class BudgetLedger:
         for call_id in list(self._account(participant).open_calls):
             self.settle_model(participant, call_id, None)
 
+    def limits_tokens(self, participant: str) -> bool:
+        """Whether a token limit bounds this participant, its own or one above it."""
+        return any(level.tokens.limit is not None for level in self._account(participant).chain())
+
     def usage_of(self, participant: str) -> Usage:
         """What providers reported for one participant, without its delegates."""
         return self._account(participant).own_usage

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
+import concurrent.futures.thread
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine
@@ -23,6 +23,7 @@ EXIT_PATIENCE = 10.0
 
 _lock = threading.Lock()
 _thread: LoopThread | None = None
+_unfinished: set[concurrent.futures.Future[Any]] = set()
 _at_exit: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
 
@@ -46,9 +47,12 @@ def not_before_exit(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Forget what :func:`before_exit` was given: it has been done."""
     with contextlib.suppress(ValueError):
         _at_exit.remove(work)
-    # Exit handlers run last in, first out: ours must come before those of libraries that it still needs.
-    atexit.unregister(_exit)
-    atexit.register(_exit)
+
+
+def finish_before_exit(work: concurrent.futures.Future[Any]) -> None:
+    """Let the end of the process wait for this, within :data:`EXIT_PATIENCE` seconds."""
+    _unfinished.add(work)
+    work.add_done_callback(_unfinished.discard)
 
 
 def on_client_loop(work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -76,6 +80,7 @@ def _exit() -> None:
     thread = _thread
     if thread is None:
         return
+    concurrent.futures.wait(list(_unfinished), EXIT_PATIENCE)
     for work in reversed(_at_exit):
         # Whatever fails, the process is ending: leases run out by themselves.
         with contextlib.suppress(Exception):

@@ -324,9 +324,7 @@ class Session:
     def store_silent(self) -> None:
         """The store did not answer a renewal; after :data:`STORE_WAIT` seconds of that a run is given up."""
         if self.watch.silence > STORE_WAIT and self._running is not None:
-            self._running.cancel(
-                f"the store has not answered for {STORE_WAIT:.0f} s", StoreUnavailable.code
-            )
+            self._running.cancel(f"the store has not answered for {STORE_WAIT:.0f} s", StoreUnavailable.code)
             self.watch.over()
 
     @property

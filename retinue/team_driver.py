@@ -45,7 +45,8 @@ class TeamDriver:
             await self._run_members(services, self._tasks(plan), outputs)
             answer = await self._coordinator(services, synthesis_messages(self.team, history, text, outputs))
         except BudgetExhausted as refusal:
-            answer = joined_outputs(outputs)
+            # Never an empty message: some providers refuse a history that has one.
+            answer = joined_outputs(outputs) or "Nothing was found before the budget was exhausted."
             services.record_conversation([assistant(answer)])
             services.emit_text(answer)
             return DriverOutput(text=answer, status="stopped", reason=Reason(refusal.code, refusal.message))

@@ -119,7 +119,6 @@ class Tree:
         self.messages_received = 0
         self.config = config
         self._request = request
-        self._token_limited = config.budgets.max_tokens is not None
         self._launcher = launcher
         self._emit = emit
         self._room = room
@@ -279,7 +278,7 @@ class Tree:
             run_mode=request.run_mode,
             deadline=request.deadline,
             work=message.work,
-            token_limited=self._token_limited or _limits_tokens(message),
+            token_limited=self.ledger.limits_tokens(child.account),
         )
         child.launching = asyncio.ensure_future(self._launcher.launch(order, self))
         child.launching.add_done_callback(lambda launching: self._launched(child, launching))
@@ -374,10 +373,6 @@ class Tree:
                 await asyncio.sleep(0)
         self.ledger.lose(ROOT)
         self._publish()
-
-
-def _limits_tokens(message: Spawn) -> bool:
-    return message.budgets is not None and message.budgets.max_tokens is not None
 
 
 def _status_of(ended: ChildEnded) -> tuple[Status, Reason | None]:

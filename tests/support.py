@@ -20,6 +20,7 @@ from retinue import (
     ModelResponse,
     RunHandle,
     RunRequest,
+    RunResult,
     Runtime,
     Usage,
 )
@@ -161,6 +162,23 @@ def types(events: Sequence[Event]) -> list[str]:
 async def all_events(handle: RunHandle, after: int = 0) -> list[Event]:
     async with asyncio.timeout(LIMIT):
         return [event async for event in handle.events(after)]
+
+
+def code_of(result: RunResult) -> str | None:
+    """The code of the reason, if there is one."""
+    return result.reason.code if result.reason is not None else None
+
+
+def why(result: RunResult) -> str:
+    """The message of the reason; a test that asks for it expects one."""
+    assert result.reason is not None
+    return result.reason.message
+
+
+def spent(result: RunResult) -> BudgetSnapshot:
+    """The budget of a result whose ledger was not lost."""
+    assert result.budget is not None
+    return result.budget
 
 
 def tokens(budget: BudgetSnapshot | None) -> tuple[int | None, int, int, int | None]:

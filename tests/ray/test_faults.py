@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from retinue import Budgets, Grants, Identity, RunHandle
+from retinue.actors.child_host import SILENCE
 from retinue.errors import Overloaded
 from retinue.events import Custom, Event, EventsLost
 from retinue.store import Store
@@ -248,6 +249,26 @@ def _pids_of(actor_class: str) -> list[int]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def test_a_session_host_that_was_silent_for_long_learns_that_its_delegates_were_stopped(
+    make_runtime: MakeRuntime, identity: Identity, tmp_path: Path
+) -> None:
+    """Paused with SIGSTOP for longer than child hosts wait for a sign of life, as in a network partition."""
+    log = tmp_path / "beats"
+    runtime = make_runtime(
+        driver=Parent(delegates=((CallsTool(), str(log)),)), grants=Grants(tool_ids=["beat"])
+    )
+    handle = runtime.start("go", identity=identity, session_id="s")
+    host = pids(handle, 1)[""]
+    until(lambda: beats(log) > 3, "the delegate's tool works")
+    os.kill(host, signal.SIGSTOP)
+    try:
+        until(lambda: stops(log), "the delegate's tool is stopped", limit=SILENCE * 2)
+    finally:
+        os.kill(host, signal.SIGCONT)
+    result = handle.wait(TIMEOUT)
+    assert (result.status, result.structured) == ("completed", ["child_lost"])
 
 
 def test_idle_sessions_make_room_and_busy_ones_do_not(

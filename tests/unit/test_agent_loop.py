@@ -29,7 +29,7 @@ from retinue.messages import Message, TextPart
 from retinue.testing import ScriptedModel, reply, tool_calls
 from retinue.testing.scripted import ScriptStep
 from tests.conftest import MakeLocalRuntime
-from tests.support import Flag, all_events, estimate, flag, nothing_is_left, soon, types
+from tests.support import Flag, all_events, code_of, estimate, flag, nothing_is_left, soon, spent, types, why
 
 
 @tool
@@ -77,7 +77,7 @@ async def test_a_model_calls_tools_until_it_answers(
     result = await soon(handle.result())
     assert (result.status, result.text) == ("completed", "it is 2")
     assert result.usage == Usage(input_tokens=30, output_tokens=15)
-    assert (result.budget.model_calls.used, result.budget.tool_calls.used) == (3, 3)
+    assert (spent(result).model_calls.used, spent(result).tool_calls.used) == (3, 3)
 
     last = requests(agent)[-1]
     said = [(message.role, message.text) for message in last.messages]
@@ -143,7 +143,7 @@ async def test_denied_tools_are_results_and_the_run_completes(
     assert results[2].startswith("invalid arguments for lookup: ")
     # Of a batch over the limit the first that fit run; what the gate refused before used no attempt.
     assert results[3:] == ["record 1", "record 2", "[denied] the tool call budget is exhausted"]
-    assert (result.budget.tool_calls.used, result.budget.tool_calls.remaining) == (2, 0)
+    assert (spent(result).tool_calls.used, spent(result).tool_calls.remaining) == (2, 0)
     done = [event.payload for event in await all_events(handle) if isinstance(event.payload, ToolComplete)]
     assert [payload.denied for payload in done] == [True, True, True, False, False, True]
 
@@ -160,7 +160,7 @@ async def test_a_failing_tool_is_a_result_and_stops_nobody(
     assert result.status == "completed"
     results = [message.text for message in requests(agent)[-1].messages if message.role == "tool"]
     assert results == ["ValueError: bad \\ud800", "record 1"]
-    assert result.budget.tool_calls.used == 2
+    assert spent(result).tool_calls.used == 2
 
 
 @tool
@@ -227,7 +227,9 @@ async def test_no_tool_can_do_more_than_fail(
         '{"tenant":"acme","call":"5","cancelled":false}',
     ]
     await nothing_is_left(runtime, handle)
-    assert (await soon(runtime.run("y", identity=identity, session_id="other"))).status == "failed"  # script is over
+    assert (
+        await soon(runtime.run("y", identity=identity, session_id="other"))
+    ).status == "failed"  # script is over
 
 
 async def test_the_cap_on_rounds_ends_the_run_before_the_tool_runs(
@@ -237,9 +239,9 @@ async def test_the_cap_on_rounds_ends_the_run_before_the_tool_runs(
     agent = scripted(*steps, max_tool_roundtrips=2)
     runtime = local_runtime(driver=agent_driver(agent), grants=ALL)
     result = await soon(runtime.run("x", identity=identity, session_id=session_id))
-    assert (result.status, result.reason.code) == ("failed", "execution_failed")
-    assert "more than 2 rounds" in result.reason.message
-    assert result.budget.tool_calls.used == 2
+    assert (result.status, code_of(result)) == ("failed", "execution_failed")
+    assert "more than 2 rounds" in why(result)
+    assert spent(result).tool_calls.used == 2
     history = (await runtime.sessions.read(identity, session_id)).history
     assert [message.role for message in history] == ["user", "assistant", "tool", "assistant", "tool"]
 
@@ -254,8 +256,8 @@ async def test_a_batch_with_empty_or_repeated_ids_runs_nothing(
         check_batch(calls)
     runtime = local_runtime(driver=agent_driver(scripted(tool_calls(*calls))), grants=ALL)
     result = await soon(runtime.run("x", identity=identity, session_id=session_id))
-    assert (result.status, result.reason.code) == ("failed", "model_failed")
-    assert result.budget.tool_calls.used == 0
+    assert (result.status, code_of(result)) == ("failed", "model_failed")
+    assert spent(result).tool_calls.used == 0
     assert [m.role for m in (await runtime.sessions.read(identity, session_id)).history] == ["user"]
 
 
@@ -266,7 +268,7 @@ async def test_ids_may_come_again_in_a_later_round(
     agent = scripted(tool_calls(again), tool_calls(again), "done")
     runtime = local_runtime(driver=agent_driver(agent), grants=ALL)
     result = await soon(runtime.run("x", identity=identity, session_id=session_id))
-    assert (result.status, result.budget.tool_calls.used) == ("completed", 2)
+    assert (result.status, spent(result).tool_calls.used) == ("completed", 2)
 
 
 @pytest.mark.parametrize("finish", ["stop", "length", "content_filter"])
@@ -278,8 +280,8 @@ async def test_calls_of_an_unfinished_answer_are_not_run(
     )
     runtime = local_runtime(driver=agent_driver(scripted(ScriptStep(response=response))), grants=ALL)
     result = await soon(runtime.run("x", identity=identity, session_id=session_id))
-    assert (result.status, result.reason.code) == ("failed", "model_failed")
-    assert (result.budget.tool_calls.used, result.usage.total_tokens) == (0, 1)
+    assert (result.status, code_of(result)) == ("failed", "model_failed")
+    assert (spent(result).tool_calls.used, result.usage.total_tokens) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +408,7 @@ async def test_a_plan_runs_no_tool(
     assert (result.status, result.text) == ("completed", "planned")
     (text,) = [message.text for message in requests(agent)[-1].messages if message.role == "tool"]
     assert text.startswith("[denied] approval_required")
-    assert result.budget.tool_calls.used == 1  # a denied tool uses an attempt once the gate let it through
+    assert spent(result).tool_calls.used == 1  # a denied tool uses an attempt once the gate let it through
 
 
 async def test_tools_of_the_agent_and_of_the_app_must_not_share_a_name(
@@ -415,8 +417,8 @@ async def test_tools_of_the_agent_and_of_the_app_must_not_share_a_name(
     agent = scripted("never asked")
     runtime = local_runtime(driver=agent_driver(agent), tools=[lookup], grants=ALL)
     result = await soon(runtime.run("x", identity=identity, session_id=session_id))
-    assert (result.status, result.reason.code) == ("failed", "invalid_harness")
-    assert "lookup" in result.reason.message
+    assert (result.status, code_of(result)) == ("failed", "invalid_harness")
+    assert "lookup" in why(result)
     assert requests(agent) == []
 
 
@@ -444,8 +446,8 @@ async def test_an_answer_that_cannot_be_stored_fails_the_run_by_name(
         model = answering(text)  # type: ignore[arg-type]
         runtime = local_runtime(driver=agent_driver(Agent(name="a", model=model)))
         result = await soon(runtime.run("x", identity=identity, session_id=session_id))
-        assert (result.status, result.reason.code) == ("failed", "invalid_input")
-        assert named in result.reason.message
+        assert (result.status, code_of(result)) == ("failed", "invalid_input")
+        assert named in why(result)
         assert [m.role for m in (await runtime.sessions.read(identity, session_id)).history] == ["user"]
 
 

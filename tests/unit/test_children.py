@@ -49,15 +49,18 @@ from tests.support import (
     all_events,
     answering,
     backend_of,
+    code_of,
     driver,
     estimate,
     flag,
     nothing_is_left,
     run_of,
     soon,
+    spent,
     tasks_of_users,
     tokens,
     trivial,
+    why,
 )
 
 # What delegates do is at module level: their work travels pickled, and meets the test through named flags.
@@ -233,9 +236,7 @@ async def test_a_delegate_inherits_who_and_what_but_no_history(
         services.state["count"] = 1
         return await (await services.delegate(CHILD, "who")).result()
 
-    result, _ = await run(
-        local_runtime, identity, session_id, root, grants=Grants(tool_ids=["a", "b"])
-    )
+    result, _ = await run(local_runtime, identity, session_id, root, grants=Grants(tool_ids=["a", "b"]))
     assert result.text == f"{session_id}:child"
     assert result.structured == {
         "tenant": "acme",
@@ -306,7 +307,7 @@ async def test_a_delegate_that_nobody_awaits_is_waited_for_and_its_failure_count
         return DriverOutput(text="early")
 
     result, _ = await run(local_runtime, identity, f"{session_id}-2", ignores)
-    assert (result.status, result.reason.message) == ("failed", "unseen")
+    assert (result.status, why(result)) == ("failed", "unseen")
 
 
 async def test_cancelling_the_run_cancels_its_delegates_at_every_depth(
@@ -371,11 +372,9 @@ async def test_a_delegate_that_ignores_its_cancellation_gets_nothing_more(
             await child.result()
         return DriverOutput(text=cancelled.value.code)
 
-    result, events = await run(
-        local_runtime, identity, session_id, root, grants=Grants(tool_ids=["effect"])
-    )
+    result, events = await run(local_runtime, identity, session_id, root, grants=Grants(tool_ids=["effect"]))
     assert (result.status, result.text) == ("completed", "cancelled")
-    assert (result.budget.model_calls.used, result.budget.tool_calls.used) == (0, 0)
+    assert (spent(result).model_calls.used, spent(result).tool_calls.used) == (0, 0)
     assert [e.payload.name for e in events if isinstance(e.payload, ChildStarted)] == ["child"]
 
 
@@ -388,7 +387,7 @@ async def test_delegates_of_a_failing_driver_are_cancelled(
         raise ValueError("primary")
 
     result, _ = await run(local_runtime, identity, session_id, root)
-    assert (result.status, result.reason.message) == ("failed", "primary")
+    assert (result.status, why(result)) == ("failed", "primary")
     assert flag("orphan cancelled").is_set
 
 
@@ -496,9 +495,9 @@ async def test_a_delegates_limits_lie_within_those_above(
         ["model_calls", "limit 5, used 5, reserved 0)"],
     ]
     assert result.status == "completed"
-    assert (result.budget.model_calls.used, result.budget.tokens.used) == (5, 50)
+    assert (spent(result).model_calls.used, spent(result).tokens.used) == (5, 50)
     finished = [e.payload for e in events if isinstance(e.payload, ChildFinished)]
-    assert [(p.status, p.reason.code) for p in finished if p.reason] == [("stopped", "budget_exhausted")] * 3
+    assert [(p.status, code_of(p)) for p in finished if p.reason] == [("stopped", "budget_exhausted")] * 3
     assert [payload.usage.total_tokens for payload in finished] == [20, 10, 20]
 
 
@@ -514,8 +513,8 @@ async def test_c184_parent_child_parent_share_two_calls(
         raise AssertionError
 
     result, _ = await run(local_runtime, identity, session_id, root, budgets=Budgets(max_model_calls=2))
-    assert (result.status, result.reason.code) == ("stopped", "budget_exhausted")
-    assert (result.budget.model_calls.used, len(model.requests)) == (2, 1)
+    assert (result.status, code_of(result)) == ("stopped", "budget_exhausted")
+    assert (spent(result).model_calls.used, len(model.requests)) == (2, 1)
 
 
 async def test_many_delegates_never_spend_more_than_there_is(
@@ -538,10 +537,10 @@ async def test_many_delegates_never_spend_more_than_there_is(
     )
     assert result.status == "completed"
     assert tokens(result.budget)[2] == 0
-    assert 145 <= result.budget.tokens.used <= 155
-    assert result.usage.total_tokens == result.budget.tokens.used
+    assert 145 <= spent(result).tokens.used <= 155
+    assert result.usage.total_tokens == spent(result).tokens.used
     # Some fifteen calls of ten tokens fit; twenty children wanted forty.
-    assert 15 <= result.budget.model_calls.used <= 17
+    assert 15 <= spent(result).model_calls.used <= 17
     assert result.structured >= 20 - 17 // 2
 
 
@@ -664,7 +663,7 @@ async def test_a_lost_delegate_fails_and_what_it_held_is_charged(
     result = await soon(handle.result())
     assert (result.status, result.text) == ("completed", "fine")
     assert result.structured[0] == result.structured[1]
-    assert (result.budget.tokens.used, result.budget.unknown_usage_calls) == (30, 1)
+    assert (spent(result).tokens.used, spent(result).unknown_usage_calls) == (30, 1)
     # What ran below the lost one was stopped, and nothing that the lost one still said was heard.
     assert flag("lost cancelled").is_set
     finished = [e.payload for e in await all_events(handle) if isinstance(e.payload, ChildFinished)]

@@ -31,7 +31,9 @@ CLASSES = [
 @pytest.mark.parametrize("travel", ["payload", "json", "pickle", "cloudpickle"])
 def test_every_error_survives_the_way_between_processes(cls: type[RetinueError], travel: str) -> None:
     for code in cls.codes:
-        error = cls("what happened", code=code, run_id="r", remaining=0, path="a[2].b", nested={"x": [1, None]})
+        error = cls(
+            "what happened", code=code, run_id="r", remaining=0, path="a[2].b", nested={"x": [1, None]}
+        )
         again: Any
         if travel == "payload":
             again = error_from_payload(error.to_payload())

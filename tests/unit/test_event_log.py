@@ -107,9 +107,7 @@ def test_every_reader_sees_each_event_once_or_is_told_of_the_gap(
     asyncio.run(_read_concurrently(capacity, bursts, readers))
 
 
-async def _read_concurrently(
-    capacity: int, bursts: list[int], readers: list[tuple[int, int, int]]
-) -> None:
+async def _read_concurrently(capacity: int, bursts: list[int], readers: list[tuple[int, int, int]]) -> None:
     total = sum(bursts)
     log = EventLog(capacity)
 

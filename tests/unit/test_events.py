@@ -108,7 +108,9 @@ async def test_text_is_emitted_in_pieces(
         return DriverOutput(text="ok")
 
     handle = local_runtime(driver=speaks).start("x", identity=identity, session_id=session_id)
-    pieces = [event.payload.text for event in await all_events(handle) if isinstance(event.payload, TextDelta)]
+    pieces = [
+        event.payload.text for event in await all_events(handle) if isinstance(event.payload, TextDelta)
+    ]
     assert [len(piece) for piece in pieces] == [MAX_DELTA] * 3
     assert "".join(pieces) == text
 

@@ -13,7 +13,7 @@ from retinue.events import Custom
 from retinue.loop import blocking, client_loop, on_client_loop
 from retinue.storage.memory import MemoryEngine
 from tests.conftest import MakeLocalRuntime
-from tests.support import Flag, all_events, driver, flag, soon, trivial, types
+from tests.support import Flag, all_events, code_of, driver, flag, soon, trivial, types, why
 
 
 @driver
@@ -42,18 +42,22 @@ def test_blocking_twins_need_no_loop(
     assert handle.wait(timeout=10).text == "done"
     handle.cancel_blocking("too late")
     assert (handle.wait().status, handle.state) == ("completed", "finished")
-    assert runtime.run_blocking("x", identity=identity, session_id="other", run_id="blocked") if False else True
+    assert (
+        runtime.run_blocking("x", identity=identity, session_id="other", run_id="blocked") if False else True
+    )
 
 
 def test_run_blocking_and_cancel_blocking(
     local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
 ) -> None:
-    assert local_runtime(driver=trivial).run_blocking("x", identity=identity, session_id=session_id).text == "x"
+    assert (
+        local_runtime(driver=trivial).run_blocking("x", identity=identity, session_id=session_id).text == "x"
+    )
     handle = local_runtime(driver=talks).start("x", identity=identity, session_id=session_id)
     flag(f"{handle.run_id} runs").wait_blocking()
     handle.cancel_blocking("enough")
     result = handle.wait(timeout=10)
-    assert (result.status, result.reason.message) == ("cancelled", "enough")
+    assert (result.status, why(result)) == ("cancelled", "enough")
 
 
 def test_a_blocking_call_on_the_clients_own_loop_is_refused(
@@ -200,7 +204,7 @@ async def test_attach_from_another_runtime_of_the_process(
     await attached.accepted()
     await attached.cancel("from elsewhere")
     result = await soon(attached.result())
-    assert (result.status, result.reason.message) == ("cancelled", "from elsewhere")
+    assert (result.status, why(result)) == ("cancelled", "from elsewhere")
     assert await handle.result() == result
     # Reading an ended run brings no session to life and moves none.
     assert types(await all_events(second.attach(handle.run_id, identity=identity)))[-1] == "run.terminal"
@@ -221,7 +225,7 @@ async def test_a_run_is_found_only_with_its_identity(
         with pytest.raises(NotFound):
             await stranger.accepted()
         result = await stranger.result()
-        assert (result.status, result.reason.code, result.session_id) == ("failed", "not_found", "")
+        assert (result.status, code_of(result), result.session_id) == ("failed", "not_found", "")
         assert await all_events(stranger) == []
         await stranger.cancel("not mine") if False else None
     assert handle.state == "running"
@@ -286,7 +290,7 @@ async def test_an_unforeseen_failure_to_start_is_a_result_too(
     with pytest.raises(OSError, match="wires cut"):
         await handle.accepted()
     result = await soon(handle.result())
-    assert (result.status, result.reason.code, result.reason.message) == (
+    assert (result.status, code_of(result), why(result)) == (
         "failed",
         "execution_failed",
         "wires cut",

@@ -16,7 +16,7 @@ from retinue.errors import RetinueError, SessionConflict, StoreUnavailable
 from retinue.messages import user
 from retinue.storage.memory import MemoryEngine
 from tests.conftest import MakeLocalRuntime
-from tests.support import FunctionDriver, Start, backend_of, driver, flag, soon, trivial
+from tests.support import FunctionDriver, Start, backend_of, code_of, driver, flag, soon, trivial, why
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +73,10 @@ async def test_two_runtimes_of_one_file_take_turns(
     local_runtime: MakeLocalRuntime, identity: Identity, session_id: str, tmp_path: Path
 ) -> None:
     url = f"sqlite:///{tmp_path}/store.db"
-    first, second = local_runtime(driver=says("first"), store=url), local_runtime(driver=says("second"), store=url)
+    first, second = (
+        local_runtime(driver=says("first"), store=url),
+        local_runtime(driver=says("second"), store=url),
+    )
     for runtime in (first, second, first):
         assert (await soon(runtime.run("x", identity=identity, session_id=session_id))).status == "completed"
     assert (await second.sessions.latest(identity, session_id)).revision == 3
@@ -140,7 +143,7 @@ async def test_closing_cancels_what_runs_and_gives_sessions_back(
     await asyncio.sleep(0)
     await asyncio.to_thread(first.close)
     assert (await soon(result)).status == "cancelled"
-    assert "closed" in (await result).reason.message
+    assert "closed" in why(await result)
     # An engine that was given stays open, for others too.
     assert (await soon(second.run("y", identity=identity, session_id=session_id))).text == "y"
     late = first.start("z", identity=identity, session_id="other")
@@ -264,7 +267,7 @@ def test_the_end_of_a_script_ends_its_runs_in_good_order(
     runtime = local_runtime(driver=trivial, store=url)
     who = Identity(tenant_id="a", user_id="b")
     result = runtime.attach("run_exit", identity=who).wait(timeout=10)
-    assert (result.status, result.reason.code) == ("cancelled", "cancelled")
+    assert (result.status, code_of(result)) == ("cancelled", "cancelled")
     assert runtime.run_blocking("y", identity=who, session_id="s").status == "completed"
 
 

@@ -176,7 +176,9 @@ class LedgerMachine(RuleBasedStateMachine):
             assert again == call.grant
         assert {name: self.ledger.snapshot(name) for name in self.members} == before
 
-    @rule(which=made, usage=st.none() | st.builds(Usage, input_tokens=st.integers(0, 90)), started=st.booleans())
+    @rule(
+        which=made, usage=st.none() | st.builds(Usage, input_tokens=st.integers(0, 90)), started=st.booleans()
+    )
     def settle(self, which: tuple[str, str], usage: Usage | None, started: bool) -> None:
         """Exact, unknown or never started; the first, a late or a repeated message."""
         call = self.calls[which]

@@ -41,7 +41,9 @@ def test_c231_the_limit_is_bytes_of_compact_json() -> None:
     assert "65537 bytes" in str(refused.value)
 
 
-@pytest.mark.parametrize(("character", "size"), [("é", 2), ("漢", 3), ("\U0001f600", 4), ('"', 2), ("\x00", 6)])
+@pytest.mark.parametrize(
+    ("character", "size"), [("é", 2), ("漢", 3), ("\U0001f600", 4), ('"', 2), ("\x00", 6)]
+)
 def test_characters_count_as_utf8_without_ascii_escapes(character: str, size: int) -> None:
     fits = (MAX_INPUT_BYTES - 2) // size
     assert check_content(character * fits) == character * fits
@@ -83,7 +85,11 @@ def test_what_is_no_content_is_refused(value: Any) -> None:
 
 
 def test_content_is_a_checked_copy() -> None:
-    parts = [{"type": "text", "text": "x"}, ImagePart("data", "image/png"), FilePart("d", "text/csv", "a.csv")]
+    parts = [
+        {"type": "text", "text": "x"},
+        ImagePart("data", "image/png"),
+        FilePart("d", "text/csv", "a.csv"),
+    ]
     content = check_content(parts)
     parts.clear()
     assert content == [TextPart("x"), ImagePart("data", "image/png"), FilePart("d", "text/csv", "a.csv")]

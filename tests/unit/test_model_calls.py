@@ -35,13 +35,16 @@ from tests.support import (
     all_events,
     answering,
     calls,
+    code_of,
     driver,
     estimate,
     nothing_is_left,
     raising,
     soon,
+    spent,
     tokens,
     types,
+    why,
 )
 
 QUESTION = [user("x")]
@@ -62,10 +65,10 @@ async def test_c167_a_started_call_without_usage_is_charged_with_its_reservation
     runtime = local_runtime(driver=asks, estimate_input_tokens=estimate(100))
     handle = runtime.start("x", identity=identity, session_id=session_id)
     result = await soon(handle.result())
-    assert (result.status, result.reason.message) == ("failed", "broke")
+    assert (result.status, why(result)) == ("failed", "broke")
     assert tokens(result.budget) == (None, 600, 0, None)
-    assert result.budget.unknown_usage_calls == 1
-    assert result.budget.model_calls.used == 1
+    assert spent(result).unknown_usage_calls == 1
+    assert spent(result).model_calls.used == 1
     assert result.usage.total_tokens == 0
     assert "model.complete" not in types(await all_events(handle))
     await nothing_is_left(runtime, handle)
@@ -83,7 +86,7 @@ async def test_an_answer_without_usage_is_charged_too_and_unknown_is_not_zero(
         "x", identity=identity, session_id=session_id
     )
     result = await soon(handle.result())
-    assert (result.budget.tokens.used, result.budget.unknown_usage_calls) == (10, 1)
+    assert (spent(result).tokens.used, spent(result).unknown_usage_calls) == (10, 1)
     (complete,) = [event.payload for event in await all_events(handle) if event.type == "model.complete"]
     assert complete == ModelComplete("test", "function", None)
 
@@ -98,7 +101,7 @@ async def test_unbounded_output_of_unknown_size_is_charged_with_its_input(
 
     runtime = local_runtime(driver=asks, estimate_input_tokens=estimate(3))
     result = await runtime.run("x", identity=identity, session_id=session_id)
-    assert (result.budget.tokens.used, result.budget.unknown_usage_calls) == (3, 1)
+    assert (spent(result).tokens.used, spent(result).unknown_usage_calls) == (3, 1)
 
 
 @pytest.mark.parametrize(("projected", "granted"), [(0, 10), (4, 6)])
@@ -152,7 +155,7 @@ async def test_c171_two_calls_for_one_slot_give_one_provider_call_and_a_stopped_
     runtime = local_runtime(driver=asks_twice, budgets=Budgets(max_model_calls=1))
     handle = runtime.start("x", identity=identity, session_id=session_id)
     result = await soon(handle.result())
-    assert (result.status, result.reason.code) == ("stopped", "budget_exhausted")
+    assert (result.status, code_of(result)) == ("stopped", "budget_exhausted")
     assert len(model.requests) <= 1
     assert calls(result.budget) == (1, 1, 0, 0)
     assert (await runtime.sessions.read(identity, session_id)).replayable is False
@@ -191,7 +194,7 @@ async def test_c172_a_pending_control_call_holds_its_tokens(
     assert (error.code, error.resource, error.remaining) == ("budget_exhausted", "tokens", 0)
     assert tokens(snapshots[0]) == (10, 0, 10, 0)
     assert tokens(result.budget) == (10, 4, 0, 6)
-    assert result.budget.model_calls.used == 1
+    assert spent(result).model_calls.used == 1
 
 
 @pytest.mark.parametrize("max_tokens", [-100, 0, 1.5, math.nan, math.inf, True, "10"])
@@ -209,9 +212,9 @@ async def test_c174_impossible_output_caps_are_unsupported_and_ask_nobody(
     runtime = local_runtime(driver=asks, models={"main": model}, budgets=Budgets(max_tokens=100))
     for kind in ("task", "control"):
         result = await runtime.run(kind, identity=identity, session_id=session_id)
-        assert (result.status, result.reason.code) == ("failed", "unsupported")
+        assert (result.status, code_of(result)) == ("failed", "unsupported")
         assert tokens(result.budget) == (100, 0, 0, 100)
-        assert result.budget.model_calls.used == 0
+        assert spent(result).model_calls.used == 0
     assert model.requests == []
 
 
@@ -342,8 +345,8 @@ async def test_a_call_that_is_cancelled_is_charged_and_its_late_usage_counts(
         assert "model.complete" not in types(await all_events(handle))
         await nothing_is_left(runtime, handle)
     assert [result.status for result in results] == ["cancelled", "cancelled"]
-    assert [result.budget.tokens.used for result in results] == [9, 25]
-    assert [result.budget.unknown_usage_calls for result in results] == [0, 1]
+    assert [spent(result).tokens.used for result in results] == [9, 25]
+    assert [spent(result).unknown_usage_calls for result in results] == [0, 1]
     assert [result.usage.total_tokens for result in results] == [9, 0]
 
 
@@ -371,14 +374,15 @@ async def test_a_caller_that_gives_up_leaves_no_reservation(
     handle = runtime.start("x", identity=identity, session_id=session_id)
     result = await soon(handle.result())
     assert (result.status, result.structured) == ("completed", 0)
-    assert result.budget.tokens.used == 1 + 25 * result.budget.unknown_usage_calls
+    assert spent(result).tokens.used == 1 + 25 * spent(result).unknown_usage_calls
     # Only calls that a provider was asked for are counted.
-    assert result.budget.model_calls.used == len(model.requests)
+    assert spent(result).model_calls.used == len(model.requests)
     await nothing_is_left(runtime, handle)
 
 
 @pytest.mark.parametrize(
-    "usage", [Usage(input_tokens=-1), Usage(output_tokens=1.5), Usage(input_tokens=True), {"input_tokens": 1}]  # type: ignore[arg-type]
+    "usage",
+    [Usage(input_tokens=-1), Usage(output_tokens=1.5), Usage(input_tokens=True), {"input_tokens": 1}],  # type: ignore[arg-type]
 )
 async def test_impossible_usage_fails_the_run_and_is_charged_as_unknown(
     local_runtime: MakeLocalRuntime, identity: Identity, session_id: str, usage: Any
@@ -390,9 +394,9 @@ async def test_impossible_usage_fails_the_run_and_is_charged_as_unknown(
 
     runtime = local_runtime(driver=asks, estimate_input_tokens=estimate(5))
     result = await runtime.run("x", identity=identity, session_id=session_id)
-    assert (result.status, result.reason.code) == ("failed", "model_failed")
-    assert "impossible usage" in result.reason.message
-    assert (result.budget.tokens.used, result.budget.unknown_usage_calls) == (25, 1)
+    assert (result.status, code_of(result)) == ("failed", "model_failed")
+    assert "impossible usage" in why(result)
+    assert (spent(result).tokens.used, spent(result).unknown_usage_calls) == (25, 1)
     assert result.usage == Usage()
 
 
@@ -408,8 +412,8 @@ async def test_a_provider_that_answers_nonsense_is_named(
         raise AssertionError
 
     result = await local_runtime(driver=asks).run("x", identity=identity, session_id=session_id)
-    assert result.reason.code == "model_failed"
-    assert result.reason.message == "test function returned str, not a ModelResponse"
+    assert code_of(result) == "model_failed"
+    assert why(result) == "test function returned str, not a ModelResponse"
 
 
 # --- estimates --------------------------------------------------------------------------------------------
@@ -428,9 +432,9 @@ async def test_an_estimate_that_is_no_count_is_unsupported(
 
     runtime = local_runtime(driver=asks, estimate_input_tokens=lambda request, client: answer)
     result = await runtime.run("x", identity=identity, session_id=session_id)
-    assert (result.status, result.reason.code) == ("failed", "unsupported")
-    assert repr(answer) in result.reason.message
-    assert (model.requests, result.budget.model_calls.used) == ([], 0)
+    assert (result.status, code_of(result)) == ("failed", "unsupported")
+    assert repr(answer) in why(result)
+    assert (model.requests, spent(result).model_calls.used) == ([], 0)
 
 
 async def test_an_estimate_that_raises_ends_the_call_before_it_is_admitted(
@@ -452,8 +456,8 @@ async def test_an_estimate_that_raises_ends_the_call_before_it_is_admitted(
 
     runtime = local_runtime(driver=asks, estimate_input_tokens=broken)
     result = await runtime.run("x", identity=identity, session_id=session_id)
-    assert (result.status, result.reason.message) == ("failed", "no tokenizer")
-    assert (seen, result.budget.model_calls.used) == ([(1, "function")], 0)
+    assert (result.status, why(result)) == ("failed", "no tokenizer")
+    assert (seen, spent(result).model_calls.used) == ([(1, "function")], 0)
 
 
 async def test_the_estimate_by_default_counts_messages_and_tools(
@@ -558,8 +562,8 @@ async def test_a_control_answer_that_is_not_whole_fails_after_it_was_counted(
         models={"judge": FunctionModel(give)},
     )
     result = await runtime.run("x", identity=identity, session_id=session_id)
-    assert (result.status, result.reason.code) == ("failed", "model_failed")
-    assert (result.usage.total_tokens, result.budget.tokens.used) == (3, 3)
+    assert (result.status, code_of(result)) == ("failed", "model_failed")
+    assert (result.usage.total_tokens, spent(result).tokens.used) == (3, 3)
 
 
 async def test_the_drivers_own_usage_stands_only_when_no_model_was_called(

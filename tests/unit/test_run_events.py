@@ -203,9 +203,7 @@ async def test_a_lost_lease_is_told_once(count: int) -> None:
 async def test_the_terminal_event_closes_the_log() -> None:
     here = await world()
     await emitted(here, 2)
-    result = RunResult(
-        status="completed", run_id="r", session_id="s", final_cursor=here.events.next_number
-    )
+    result = RunResult(status="completed", run_id="r", session_id="s", final_cursor=here.events.next_number)
     await here.events.pause()
     here.events.terminal(here.events.encode_terminal(result))
     here.events.emit(Custom("late"))

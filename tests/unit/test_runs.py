@@ -26,13 +26,16 @@ from tests.support import (
     all_events,
     answering,
     backend_of,
+    code_of,
     driver,
     nothing_is_left,
     run_of,
     soon,
+    spent,
     tasks_of_users,
     trivial,
     types,
+    why,
 )
 
 
@@ -122,7 +125,7 @@ async def test_c104_a_past_deadline_never_enters_the_driver(
     runtime = local_runtime(driver=waiting)
     handle = runtime.start("x", identity=identity, session_id=session_id, deadline=time.time() - 1)
     result = await soon(handle.result())
-    assert (result.status, result.reason.code) == ("cancelled", "deadline_exceeded")
+    assert (result.status, code_of(result)) == ("cancelled", "deadline_exceeded")
     assert not waiting.runs.is_set
     assert types(await all_events(handle)) == ["control", "run.terminal"]
     # The session is as it was: not written, and still replayable.
@@ -150,7 +153,7 @@ async def test_a_deadline_cancels_what_runs(
     deadline = datetime.now(UTC) + timedelta(seconds=0.2)
     handle = runtime.start("x", identity=identity, session_id=session_id, deadline=deadline)
     result = await soon(handle.result())
-    assert (result.status, result.reason.code) == ("cancelled", "deadline_exceeded")
+    assert (result.status, code_of(result)) == ("cancelled", "deadline_exceeded")
     await waiting.cancelled.wait()
     await nothing_is_left(runtime, handle)
 
@@ -184,7 +187,7 @@ async def test_a_cancel_without_a_reason_has_one(
     waiting = Waiting()
     handle = local_runtime(driver=waiting).start("x", identity=identity, session_id=session_id)
     await handle.cancel()
-    assert (await soon(handle.result())).reason.message
+    assert why(await soon(handle.result()))
 
 
 async def test_a_cancel_that_overtakes_its_start_leaves_the_session_untouched(
@@ -233,7 +236,7 @@ async def test_an_aborted_run_is_cancelled_however_its_driver_ends(
     result = await soon(handle.result())
     assert (result.status, result.text, result.reason) == ("cancelled", "", Reason("cancelled", "stop"))
     assert (await runtime.sessions.read(identity, session_id)).replayable is False
-    assert result.budget.model_calls.used == 0
+    assert spent(result).model_calls.used == 0
     await nothing_is_left(runtime, handle)
 
 
@@ -257,7 +260,7 @@ async def test_a_cancelling_run_keeps_its_session_until_it_is_gone(
     await handle.cancel()
     assert handle.state == "cancelling"
     refused = await soon(runtime.start("y", identity=identity, session_id=session_id).result())
-    assert refused.reason.code == "session_conflict"
+    assert code_of(refused) == "session_conflict"
     go.set()
     assert (await soon(handle.result())).status == "cancelled"
     assert (await runtime.sessions.read(identity, session_id)).revision == 1
@@ -324,7 +327,7 @@ async def test_a_cancel_wins_even_while_the_commit_is_on_its_way(
     engine.go.set()
     result = await soon(handle.result())
     code = "cancelled" if by == "caller" else "deadline_exceeded"
-    assert (result.status, result.reason.code, result.final_cursor) == ("cancelled", code, 3)
+    assert (result.status, code_of(result), result.final_cursor) == ("cancelled", code, 3)
     events = await all_events(handle)
     assert types(events) == ["run.started", "control", "run.terminal"]
     assert events[-1].payload == RunTerminal(result)
@@ -348,7 +351,7 @@ async def test_a_cancel_between_the_second_write_and_the_end_is_not_lost(
     await handle.cancel("a second reason")
     engine.go.set()
     result = await soon(handle.result())
-    assert (result.status, result.reason.code) == ("cancelled", "deadline_exceeded")
+    assert (result.status, code_of(result)) == ("cancelled", "deadline_exceeded")
     assert decode_event(engine.outcomes[-1]).payload == RunTerminal(result)
 
 
@@ -383,8 +386,8 @@ async def test_a_bad_output_fails_the_run_and_keeps_what_was_recorded(
     runtime = local_runtime(driver=wrong)
     handle = runtime.start("x", identity=identity, session_id=session_id)
     result = await soon(handle.result())
-    assert (result.status, result.reason.code) == ("failed", "execution_failed")
-    assert named in result.reason.message
+    assert (result.status, code_of(result)) == ("failed", "execution_failed")
+    assert named in why(result)
     snapshot = await runtime.sessions.read(identity, session_id)
     assert ([message.text for message in snapshot.history], snapshot.replayable) == (["kept"], False)
     await nothing_is_left(runtime, handle)
@@ -423,7 +426,7 @@ async def test_whatever_a_driver_raises_ends_its_run_and_nobody_elses(
     handle = runtime.start("raise", identity=identity, session_id=session_id)
     result = await soon(handle.result())
     assert result.status == "failed"
-    assert result.reason.message.encode()
+    assert why(result).encode()
     assert (await runtime.sessions.read(identity, session_id)).replayable is False
     await nothing_is_left(runtime, handle)
     assert (await soon(runtime.run("x", identity=identity, session_id=session_id))).text == "fine"
@@ -442,8 +445,8 @@ async def test_a_driver_that_ends_the_interpreter_ends_its_run_only(
 
     runtime = local_runtime(driver=leaves)
     result = await soon(runtime.run("x", identity=identity, session_id=session_id))
-    assert (result.status, result.reason.code) == ("failed", "execution_failed")
-    assert "SystemExit" in result.reason.message
+    assert (result.status, code_of(result)) == ("failed", "execution_failed")
+    assert "SystemExit" in why(result)
     assert await tasks_of_users(runtime) == []
 
 
@@ -463,7 +466,7 @@ async def test_the_code_of_an_error_becomes_the_reason(
     assert (result.status, result.reason) == ("failed", Reason("input_already_resolved", "already"))
     # A refusal inside a task group is still a refusal.
     result = await runtime.run("group", identity=identity, session_id=session_id)
-    assert (result.status, result.reason.code) == ("stopped", "budget_exhausted")
+    assert (result.status, code_of(result)) == ("stopped", "budget_exhausted")
 
 
 # --- owned work -------------------------------------------------------------------------------------------
@@ -535,7 +538,7 @@ async def test_owned_work_that_fails_late_fails_the_run(
     runtime = local_runtime(driver=owes)
     assert (await runtime.run("early", identity=identity, session_id=session_id)).status == "completed"
     result = await soon(runtime.run("late", identity=identity, session_id=session_id))
-    assert (result.status, result.reason.message) == ("failed", "owed")
+    assert (result.status, why(result)) == ("failed", "owed")
 
 
 async def test_a_failing_driver_takes_its_owned_work_with_it(
@@ -549,13 +552,15 @@ async def test_a_failing_driver_takes_its_owned_work_with_it(
         await held.asked.wait()
         raise ValueError(f"before {bool(kept)}")
 
-    runtime = local_runtime(driver=fails, budgets=Budgets(max_tokens=100), estimate_input_tokens=lambda r, c: 10)
+    runtime = local_runtime(
+        driver=fails, budgets=Budgets(max_tokens=100), estimate_input_tokens=lambda r, c: 10
+    )
     handle = runtime.start("x", identity=identity, session_id=session_id)
     result = await soon(handle.result())
-    assert (result.status, result.reason.code) == ("failed", "execution_failed")
+    assert (result.status, code_of(result)) == ("failed", "execution_failed")
     # The call had begun, and nobody knows what it used: its reservation is charged.
-    assert (result.budget.tokens.used, result.budget.tokens.reserved) == (100, 0)
-    assert result.budget.unknown_usage_calls == 1
+    assert (spent(result).tokens.used, spent(result).tokens.reserved) == (100, 0)
+    assert spent(result).unknown_usage_calls == 1
     await nothing_is_left(runtime, handle)
 
 
@@ -670,9 +675,7 @@ async def test_a_message_of_a_start_for_another_activation_is_refused() -> None:
     host = Host(
         holder=this_process("host", "test"), workers=workers, launcher=_NoChildren(), stores_events=False
     )
-    start = StartRun(
-        run_id="r", identity=Identity(tenant_id="a", user_id="b"), session_id="s", input="x"
-    )
+    start = StartRun(run_id="r", identity=Identity(tenant_id="a", user_id="b"), session_id="s", input="x")
     with pytest.raises(NotFound) as refused:
         await host.start("activation_of_another_host", start)
     assert refused.value.activation_id == "activation_of_another_host"
@@ -707,7 +710,7 @@ async def test_a_fenced_run_fails_as_interrupted_and_writes_nothing(
     await asyncio.wrap_future(on_client_loop(lose()))
     await waiting.cancelled.wait()
     result = await soon(handle.result())
-    assert (result.status, result.reason.code) == ("failed", "interrupted")
+    assert (result.status, code_of(result)) == ("failed", "interrupted")
     record = await runtime_store(runtime).read_run(identity, handle.run_id)
     assert record is not None
     assert record.outcome is None
@@ -725,14 +728,14 @@ async def test_a_commit_that_is_refused_as_fenced_is_not_reported_done(
     await runtime_store(runtime).fence(backend_of(runtime)._host.holder.holder_id)
     waiting.go.set()
     result = await soon(handle.result())
-    assert (result.status, result.reason.code, result.text) == ("failed", "interrupted", "")
+    assert (result.status, code_of(result), result.text) == ("failed", "interrupted", "")
     # Another process ends the record and goes on.
     other = local_runtime(driver=trivial, store=engine)
     assert (await soon(other.run("next", identity=identity, session_id=session_id))).status == "completed"
     history = (await other.sessions.read(identity, session_id)).history
     assert [message.text for message in history] == ["x"]
     ended = await other.attach(handle.run_id, identity=identity).result()
-    assert (ended.status, ended.reason.code) == ("failed", "interrupted")
+    assert (ended.status, code_of(ended)) == ("failed", "interrupted")
 
 
 def runtime_store(runtime: Any) -> Any:
@@ -752,7 +755,7 @@ async def test_a_refusal_of_the_store_is_the_reason_and_the_record_is_closed(
     handle = runtime.start("x", identity=identity, session_id=session_id)
     result = await soon(handle.result())
     assert (result.status, result.text) == ("failed", "")
-    assert "the disk says no" in result.reason.message
+    assert "the disk says no" in why(result)
     record = await runtime_store(runtime).read_run(identity, handle.run_id)
     assert record.outcome is not None
     assert (await runtime.sessions.read(identity, session_id)).revision == 0
@@ -763,7 +766,7 @@ async def test_a_refusal_of_the_store_is_the_reason_and_the_record_is_closed(
 
     runtime = local_runtime(driver=raises, store=Refusing())
     result = await soon(runtime.run("x", identity=identity, session_id=session_id))
-    assert (result.reason.message, result.cleanup_diagnostics) == (
+    assert (why(result), result.cleanup_diagnostics) == (
         "primary",
         ("partial_history_commit_failed",),
     )

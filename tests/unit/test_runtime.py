@@ -25,7 +25,7 @@ from retinue.drivers import check_driver
 from retinue.errors import InputError, RetinueError, Unsupported, ValidationFailed
 from retinue.runtime import _check_deadline
 from tests.conftest import MakeLocalRuntime
-from tests.support import FunctionDriver, answering, driver, soon, trivial
+from tests.support import FunctionDriver, answering, code_of, driver, soon, trivial
 
 GRANTS = Grants(tool_ids=["a", "b"], model_roles=["main", "judge"], required_tool_ids=["a"])
 
@@ -216,7 +216,7 @@ async def test_an_app_by_name_runs(
     handle = broken.start("x", identity=identity, session_id=session_id)
     with pytest.raises(ValidationFailed, match="no settings"):
         await handle.accepted()
-    assert (await handle.result()).reason.code == "invalid_harness"
+    assert code_of(await handle.result()) == "invalid_harness"
 
 
 async def test_configuration_is_a_snapshot(

@@ -14,7 +14,18 @@ from retinue.results import ArtifactReference, Reason
 from retinue.storage.memory import MemoryEngine
 from retinue.store import OpenRun, StoreOperation, StoreReply
 from tests.conftest import MakeLocalRuntime
-from tests.support import Flag, all_events, backend_of, driver, flag, nothing_is_left, soon, trivial
+from tests.support import (
+    Flag,
+    all_events,
+    backend_of,
+    code_of,
+    driver,
+    flag,
+    nothing_is_left,
+    soon,
+    trivial,
+    why,
+)
 
 
 def texts(snapshot: SessionSnapshot) -> list[tuple[str, str]]:
@@ -183,7 +194,7 @@ async def test_c12_second_run_conflicts(
     await flag("c12 first runs").wait()
     second = runtime.start("y", identity=identity, session_id=session_id, run_id="c12 second")
     refused = await soon(second.result())
-    assert (refused.status, refused.reason and refused.reason.code) == ("failed", "session_conflict")
+    assert (refused.status, code_of(refused)) == ("failed", "session_conflict")
     assert refused.final_cursor == 0
     assert second.state == "finished"
     with pytest.raises(SessionConflict):
@@ -264,7 +275,7 @@ async def test_state_that_cannot_be_stored_fails_the_run_and_is_not_committed(
     result = await runtime.run("spoil", identity=identity, session_id=session_id)
     assert result.status == "failed"
     assert result.reason is not None
-    assert "session state" in result.reason.message
+    assert "session state" in why(result)
     snapshot = await runtime.sessions.read(identity, session_id)
     assert (snapshot.state, snapshot.revision, snapshot.replayable) == ({"fine": True}, 2, False)
 
@@ -279,7 +290,7 @@ async def test_state_that_refers_to_itself_fails_the_run(
 
     runtime = local_runtime(driver=loops)
     result = await soon(runtime.run("x", identity=identity, session_id=session_id))
-    assert (result.status, result.reason and result.reason.code) == ("failed", "execution_failed")
+    assert (result.status, code_of(result)) == ("failed", "execution_failed")
 
 
 # --- history ----------------------------------------------------------------------------------------------
@@ -365,7 +376,7 @@ async def test_returned_history_must_extend_the_canonical_one(
     for text in ("one", "two"):
         assert (await runtime.run(text, identity=identity, session_id=session_id)).status == "completed"
     result = await runtime.run("bad", identity=identity, session_id=session_id)
-    assert (result.status, result.reason and result.reason.code) == ("failed", "execution_failed")
+    assert (result.status, code_of(result)) == ("failed", "execution_failed")
     assert texts(await runtime.sessions.read(identity, session_id)) == [("user", "one"), ("user", "two")]
 
 
@@ -414,7 +425,7 @@ async def test_a_large_result_is_cut_and_kept_whole_for_its_session_alone(
     assert result.text == "é" * 4_096
     assert result.structured is None
     assert result.reason is not None
-    assert (len(result.reason.code), len(result.reason.message)) == (128, 2_048)
+    assert (len(code_of(result)), len(why(result))) == (128, 2_048)
     (reference,) = result.artifacts
     assert reference.mime_type == "application/json"
     kept = await runtime.get_artifact(identity, session_id, reference.id)
@@ -475,13 +486,13 @@ async def test_a_start_whose_answer_was_lost_leaves_no_run_open(
 ) -> None:
     runtime = local_runtime(driver=remembers, store=FailingEngine())
     lost = runtime.start("lost", identity=identity, session_id=session_id)
-    assert (await soon(lost.result())).reason.code == "store_unavailable"
+    assert code_of(await soon(lost.result())) == "store_unavailable"
     next_one = runtime.start("next", identity=identity, session_id=session_id)
     assert (await soon(next_one.result())).status == "completed"
     # The record of the lost start stands, and the next activation has ended it.
     attached = runtime.attach(lost.run_id, identity=identity)
     result = await soon(attached.result())
-    assert (result.status, result.reason.code) == ("failed", "interrupted")
+    assert (result.status, code_of(result)) == ("failed", "interrupted")
     history = texts(await runtime.sessions.read(identity, session_id))
     assert history == [("user", "lost"), ("user", "next")]
     await nothing_is_left(runtime, next_one)

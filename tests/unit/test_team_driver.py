@@ -15,7 +15,7 @@ from retinue.results import Reason
 from retinue.testing import ScriptedModel, reply
 from retinue.testing.scripted import ScriptStep
 from tests.conftest import MakeLocalRuntime
-from tests.support import all_events, answering, estimate, nothing_is_left, soon
+from tests.support import all_events, answering, code_of, estimate, nothing_is_left, soon, spent
 
 TEN = Usage(input_tokens=6, output_tokens=4)
 
@@ -61,7 +61,7 @@ async def test_c252_a_plan_of_two_members_is_done_in_order_and_composed(
     handle = runtime.start("go", identity=identity, session_id=session_id)
     result = await soon(handle.result())
     assert (result.status, result.text, result.usage.total_tokens) == ("completed", "composed", 40)
-    assert result.budget.model_calls.used == 4
+    assert spent(result).model_calls.used == 4
     assert (task_of(model, "a"), task_of(model, "b")) == (["do a"], ["do b"])
     events = await all_events(handle)
     order = [e.payload.name for e in events if isinstance(e.payload, ChildStarted | ChildFinished)]
@@ -169,11 +169,11 @@ async def test_a_spent_budget_gives_what_was_found_without_another_call(
     runtime = local_runtime(driver=team_driver(members), budgets=Budgets(max_model_calls=2))
     handle = runtime.start("go", identity=identity, session_id=session_id)
     result = await soon(handle.result())
-    assert (result.status, result.reason.code) == ("stopped", "budget_exhausted")
+    assert (result.status, code_of(result)) == ("stopped", "budget_exhausted")
     assert "found it" in result.text
     assert "not finished: budget exhausted" in result.text
     assert len(model.requests) == 2
-    assert result.budget.model_calls.used == 2
+    assert spent(result).model_calls.used == 2
     # Returned, not raised: the session stays replayable.
     snapshot = await runtime.sessions.read(identity, session_id)
     assert (snapshot.replayable, [m.text for m in snapshot.history]) == (True, ["go", result.text])
@@ -187,7 +187,7 @@ async def test_a_budget_too_small_for_the_plan_stops_with_nothing(
     result, _ = await run(
         local_runtime, identity, session_id, team(model, "a"), budgets=Budgets(max_model_calls=0)
     )
-    assert (result.status, result.reason.code, result.text) == ("stopped", "budget_exhausted", "")
+    assert (result.status, code_of(result), result.text) == ("stopped", "budget_exhausted", "")
     assert model.requests == []
 
 
@@ -208,7 +208,7 @@ async def test_a_team_takes_text_only(
     model = ScriptedModel({"": ["never"]})
     runtime = local_runtime(driver=team_driver(team(model, "a")))
     result = await soon(runtime.run([TextPart("go")], identity=identity, session_id=session_id))
-    assert (result.status, result.reason.code) == ("failed", "invalid_input")
+    assert (result.status, code_of(result)) == ("failed", "invalid_input")
     assert model.requests == []
 
 
@@ -227,7 +227,11 @@ async def test_the_coordinator_sees_the_conversation_and_the_members_do_not(
         await soon(runtime.run(text, identity=identity, session_id=session_id))
     second_plan: list[Message] = list(model.requests_of("")[2].messages)
     assert second_plan[0].text == "Be kind."
-    assert [m.text for m in second_plan if m.role != "system"] == ["first question", "first", "second question"]
+    assert [m.text for m in second_plan if m.role != "system"] == [
+        "first question",
+        "first",
+        "second question",
+    ]
     assert [request.max_tokens for request in model.requests_of("")] == [77] * 4
     assert [len(request.messages) for request in model.requests_of("a")] == [1, 1]
 

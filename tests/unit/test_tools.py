@@ -162,7 +162,14 @@ def test_names_follow_the_contract(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [("x", "x"), (None, ""), ({"a": [1, None]}, '{"a":[1,null]}'), (True, "true"), (1.5, "1.5"), ({1}, "[1]")],
+    [
+        ("x", "x"),
+        (None, ""),
+        ({"a": [1, None]}, '{"a":[1,null]}'),
+        (True, "true"),
+        (1.5, "1.5"),
+        ({1}, "[1]"),
+    ],
 )
 def test_results_become_text(value: object, text: str) -> None:
     assert result_text(value) == text
@@ -208,7 +215,9 @@ def test_a_tool_of_a_script_reaches_another_process(tmp_path: Path) -> None:
         "sys.stdout.buffer.write(cloudpickle.dumps(triple))\n"
     )
     root = Path(__file__).resolve().parents[2]
-    made = subprocess.run([sys.executable, str(script)], capture_output=True, timeout=60, env={"PYTHONPATH": str(root)})
+    made = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, timeout=60, env={"PYTHONPATH": str(root)}
+    )
     assert made.returncode == 0, made.stderr.decode()
     again = pickle.loads(made.stdout)
     assert (again.name, again(a=2), again.validate({"a": "5"})) == ("triple", 6, {"a": 5})

@@ -30,6 +30,8 @@ class Hosts:
         self.left: list[str] = []
         self.dead: dict[str, asyncio.Event] = {}
         self.recovered: list[str] = []
+        self.returned: list[str] = []
+        self.held_elsewhere = False
         self.stillborn = 0
         """So many hosts die as they are activated."""
         self.activating: asyncio.Event | None = None
@@ -40,11 +42,16 @@ class Hosts:
         self.dead[host.host_id] = asyncio.Event()
         return host
 
+    async def give_back(self, digest: str, host: HostReference) -> None:
+        self.returned.append(host.host_id)
+
     async def activate(
         self, host: HostReference, address: SessionAddress, activation_id: str, digest: str
     ) -> None:
         if self.activating is not None:
             await self.activating.wait()
+        if self.held_elsewhere:
+            raise SessionConflict("another process has its lease", retry_after=15.0)
         if self.stillborn:
             self.stillborn -= 1
             raise HostGone("stillborn")
@@ -79,7 +86,13 @@ def hosts() -> Hosts:
 
 @pytest.fixture
 async def directory(hosts: Hosts) -> AsyncIterator[Directory]:
-    made = Directory(control=hosts, take_host=hosts.take, recover=hosts.recover, max_resident=2)
+    made = Directory(
+        control=hosts,
+        take_host=hosts.take,
+        give_back=hosts.give_back,
+        recover=hosts.recover,
+        max_resident=2,
+    )
     yield made
     await made.close()
 
@@ -160,6 +173,15 @@ async def test_a_spare_that_died_is_replaced_by_the_next(directory: Directory, h
     hosts.stillborn = 2
     host, _ = await directory.locate(address("s"), "app")
     assert host.host_id == "app-3"
+
+
+async def test_a_session_that_another_process_has_costs_no_host(directory: Directory, hosts: Hosts) -> None:
+    hosts.held_elsewhere = True
+    with pytest.raises(SessionConflict, match="its lease"):
+        await directory.locate(address("s"), "app")
+    assert (hosts.returned, hosts.left) == (["app-1"], [])
+    hosts.held_elsewhere = False
+    await directory.locate(address("s"), "app")
 
 
 async def test_leaving_in_good_order_is_no_death(directory: Directory, hosts: Hosts) -> None:

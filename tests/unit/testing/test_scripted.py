@@ -1,0 +1,155 @@
+"""The scripted model: one script and one record, however many copies there are."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing
+import pickle
+import time
+from pathlib import Path
+
+import pytest
+
+from retinue import Message, ModelRequest, ModelResponse, ToolCall, Usage
+from retinue.errors import BudgetExhausted, ModelFailed, RetinueError
+from retinue.messages import user
+from retinue.models import ModelClient
+from retinue.testing import ScriptedModel, reply, tool_calls
+
+
+async def ask(model: ScriptedModel, text: str = "x", participant: str = "") -> ModelResponse:
+    return await model.generate(ModelRequest(messages=[user(text)], participant=participant))
+
+
+async def test_answers_come_in_order_and_requests_are_kept() -> None:
+    model = ScriptedModel(
+        ["one", reply("two", usage=None, finish_reason="length"), tool_calls(("f", {"a": 1}))]
+    )
+    assert isinstance(model, ModelClient)
+    first, second, third = [await ask(model, str(number)) for number in range(3)]
+    assert (first.text, first.usage) == ("one", Usage(input_tokens=10, output_tokens=5))
+    assert (second.text, second.usage, second.finish_reason) == ("two", None, "length")
+    assert [(call.name, call.arguments) for call in third.tool_calls] == [("f", {"a": 1})]
+    assert third.finish_reason == "tool_calls"
+    assert [request.messages[0].text for request in model.requests] == ["0", "1", "2"]
+
+
+async def test_a_script_that_is_over_says_so() -> None:
+    model = ScriptedModel({"a": ["one"]})
+    await ask(model, participant="a")
+    with pytest.raises(RetinueError, match="participant 'a' has 1 answers and was asked for number 2"):
+        await ask(model, participant="a")
+    with pytest.raises(RetinueError, match="participant 'b' has 0 answers"):
+        await ask(model, participant="b")
+
+
+async def test_each_participant_has_its_own_place_in_its_own_script() -> None:
+    model = ScriptedModel({"": ["root"], "a/b": ["first", "second"], "*": ["other 1", "other 2"]})
+    texts = [(await ask(model, participant=participant)).text for participant in ("a/b", "x", "", "a/b", "y")]
+    assert texts == ["first", "other 1", "root", "second", "other 2"]
+    assert len(model.requests_of("a/b")) == 2
+    assert len(model.requests_of("x")) == 1
+    assert len(model.requests) == 5
+
+
+async def test_errors_are_raised_with_their_code_and_data() -> None:
+    model = ScriptedModel(
+        [
+            BudgetExhausted("no", resource="tokens"),
+            ModelFailed("gone", started=False),
+            ValueError("odd"),
+            KeyError(),
+        ]
+    )
+    with pytest.raises(BudgetExhausted) as refused:
+        await ask(model)
+    assert refused.value.resource == "tokens"
+    with pytest.raises(ModelFailed) as failed:
+        await ask(model)
+    assert failed.value.started is False
+    with pytest.raises(RetinueError, match="odd"):
+        await ask(model)
+    with pytest.raises(RetinueError, match="KeyError"):
+        await ask(model)
+
+
+async def test_a_delay_is_waited_out_and_can_be_cancelled() -> None:
+    model = ScriptedModel([reply("slow", delay=0.05), reply("slower", delay=60)])
+    before = time.monotonic()
+    await ask(model)
+    assert time.monotonic() - before >= 0.05
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(ask(model), 0.01)
+    assert len(model.requests) == 2
+
+
+def _ask_from_elsewhere(data: bytes, participant: str, count: int) -> None:
+    model = pickle.loads(data)
+    for number in range(count):
+        asyncio.run(ask(model, f"{participant} {number}", participant))
+
+
+def test_copies_in_other_processes_share_script_and_record() -> None:
+    model = ScriptedModel({"a": ["1", "2", "3"], "*": [str(number) for number in range(20)]})
+    context = multiprocessing.get_context("spawn")
+    data = pickle.dumps(model)
+    processes = [
+        context.Process(target=_ask_from_elsewhere, args=(data, name, count))
+        for name, count in (("a", 3), ("b", 10), ("c", 10))
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    # The two that share a script got its twenty answers between them, each once: none was refused.
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert [request.messages[0].text for request in model.requests_of("a")] == ["a 0", "a 1", "a 2"]
+    assert len(model.requests_of("b")) == len(model.requests_of("c")) == 10
+    with pytest.raises(RetinueError, match="asked for number 21"):
+        asyncio.run(ask(model, participant="d"))
+
+
+def test_a_copy_does_not_take_the_record_with_it() -> None:
+    model = ScriptedModel(["x"])
+    copy = pickle.loads(pickle.dumps(model))
+    asyncio.run(ask(copy))
+    del copy
+    gc.collect()
+    assert len(model.requests) == 1
+    folder = Path(model._folder)
+    assert folder.exists()
+    del model
+    gc.collect()
+    assert not folder.exists()
+
+
+async def test_what_is_recorded_is_the_whole_request() -> None:
+    calls = tool_calls(ToolCall("mine", "f"), ("g", {}), text="thinking", usage=None)
+    model = ScriptedModel([calls])
+    from retinue.models import ToolSchema
+
+    schema = ToolSchema("f", "does f", {"type": "object"})
+    request = ModelRequest(
+        messages=[Message(role="assistant", extras={"s": 1})],
+        tools=[schema],
+        max_tokens=7,
+        temperature=0.5,
+        role="judge",
+        participant="p",
+    )
+    response = await model.generate(request)
+    assert (response.text, response.usage, response.tool_calls[0]) == (
+        "thinking",
+        None,
+        ToolCall("mine", "f"),
+    )
+    (recorded,) = model.requests
+    assert recorded.messages == [Message(role="assistant", extras={"s": 1})]
+    assert recorded.tools == [schema]
+    assert (recorded.max_tokens, recorded.temperature, recorded.role, recorded.participant) == (
+        7,
+        0.5,
+        "judge",
+        "p",
+    )
