@@ -24,7 +24,7 @@ from retinue import (
     Runtime,
     Usage,
 )
-from retinue.events import Event
+from retinue.events import ChildFinished, Event
 from retinue.inprocess import InProcessBackend
 from retinue.models import ModelClient
 from retinue.runs import Run
@@ -164,9 +164,9 @@ async def all_events(handle: RunHandle, after: int = 0) -> list[Event]:
         return [event async for event in handle.events(after)]
 
 
-def code_of(result: RunResult) -> str | None:
+def code_of(ended: RunResult | ChildFinished) -> str | None:
     """The code of the reason, if there is one."""
-    return result.reason.code if result.reason is not None else None
+    return ended.reason.code if ended.reason is not None else None
 
 
 def why(result: RunResult) -> str:

@@ -37,6 +37,21 @@ print(json.dumps({{"numbers": numbers, "status": result.status, "final": result.
                    "ticks": result.structured["ticks"], "state": handle.state}}))
 """
 
+START_AND_END = """
+from retinue import Identity, Runtime
+from tests.ray.drivers import Ticker
+runtime = Runtime(driver=Ticker(events=2))
+me = Identity(tenant_id="acme", user_id="ann")
+runtime.start("x", identity=me, session_id="flushed", run_id="run-flushed")
+"""
+
+FIND = """
+from retinue import Identity, Runtime
+from tests.ray.drivers import Ticker
+runtime = Runtime(driver=Ticker(events=2))
+print(runtime.attach("run-flushed", identity=Identity(tenant_id="acme", user_id="ann")).wait(60).status)
+"""
+
 CONFLICT = """
 from retinue import Identity, Runtime
 from tests.ray.drivers import Ticker
@@ -105,6 +120,10 @@ def test_a_run_goes_on_when_its_client_is_killed_and_is_read_to_the_end_without_
     # A third process reads all of it again, most of it from the store: the window has 8 events.
     again = answer(run_program(FOLLOW.format(gate=gate, after=0), environment))
     assert again["numbers"] == list(range(1, final + 1))
+
+    # A program that ends right after its last start has started it.
+    assert run_program(START_AND_END, environment).status == 0
+    assert run_program(FIND, environment).output.strip() == "completed"
 
     status = json.loads(run_retinue("status", "--json", environment=environment).output)
     assert "1" in json.dumps(status)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,7 @@ class Child:
         return await ACTIONS[action](self, rest, request, services)
 
 
-Action = Callable[[Child, str, RunRequest, ExecutionServices], Any]
+Action = Callable[[Child, str, RunRequest, ExecutionServices], Awaitable[DriverOutput]]
 
 
 async def _fail(child: Child, rest: str, request: RunRequest, services: ExecutionServices) -> DriverOutput:

@@ -23,8 +23,8 @@ def test_a_team_reads_every_log_under_one_budget(capsys: pytest.CaptureFixture[s
     assert result.status == "completed"
     assert "Two ships waited" in result.text
     assert result.budget is not None
-    assert (spent(result).model_calls.used, spent(result).tool_calls.used) == (8, 3)
-    assert spent(result).tokens.used == result.usage.total_tokens
+    assert (result.budget.model_calls.used, result.budget.tool_calls.used) == (8, 3)
+    assert result.budget.tokens.used == result.usage.total_tokens
     shown = capsys.readouterr().out
     for place in team.LOGS:
         assert re.search(rf"\d+ {place} +child.finished +completed", shown), shown
@@ -36,7 +36,7 @@ def test_a_driver_of_ones_own_gives_each_question_to_a_delegate(capsys: pytest.C
     assert "1931" in result.text
     assert "40 km/h" in result.text
     assert result.budget is not None
-    assert spent(result).tool_calls.used == 1  # the effect
+    assert result.budget.tool_calls.used == 1  # the effect
     assert result.text in capsys.readouterr().out
 
 

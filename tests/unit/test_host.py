@@ -135,7 +135,7 @@ async def test_leases_are_renewed_together_and_what_was_taken_is_fenced(world: W
     # Another process takes one session: the next renewal says so, and its run ends.
     await world.store.acquire(world.address("s0"), host.holder)
     settled = await soon(host.result("a0", "taken"))
-    assert (settled.result.status, settled.code_of(result)) == ("failed", "interrupted")
+    assert (settled.result.status, code_of(settled.result)) == ("failed", "interrupted")
     assert (await world.store.read_run(WHO, "taken")).outcome is None  # type: ignore[union-attr]
     with pytest.raises(LeaseLost):
         await host.start("a0", start("again", "s0"))

@@ -205,7 +205,7 @@ def test_closing_makes_every_followable_history_whole(steps: list[tuple[bool, in
     pairing, history, count = ToolPairing(), [], 0
     for answers, number in steps:
         if answers and pairing.open_calls:
-            message = tool_result(sorted(pairing.open_calls)[0], "there")
+            message = tool_result(min(pairing.open_calls), "there")
         else:
             message = asks(*(f"{count}-{index}" for index in range(number))) if number else user("q")
             count += 1

@@ -205,8 +205,9 @@ async def test_c174_impossible_output_caps_are_unsupported_and_ask_nobody(
 
     @driver
     async def asks(request: RunRequest, services: ExecutionServices) -> DriverOutput:
-        ask = services.control_model if request.input == "control" else services.model
-        await ask("main" if request.input == "control" else model, QUESTION, max_tokens=max_tokens)  # type: ignore[operator]
+        if request.input == "control":
+            await services.control_model("main", QUESTION, max_tokens=max_tokens)
+        await services.model(model, QUESTION, max_tokens=max_tokens)
         raise AssertionError
 
     runtime = local_runtime(driver=asks, models={"main": model}, budgets=Budgets(max_tokens=100))

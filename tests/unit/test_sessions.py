@@ -425,7 +425,7 @@ async def test_a_large_result_is_cut_and_kept_whole_for_its_session_alone(
     assert result.text == "é" * 4_096
     assert result.structured is None
     assert result.reason is not None
-    assert (len(code_of(result)), len(why(result))) == (128, 2_048)
+    assert (len(result.reason.code), len(result.reason.message)) == (128, 2_048)
     (reference,) = result.artifacts
     assert reference.mime_type == "application/json"
     kept = await runtime.get_artifact(identity, session_id, reference.id)

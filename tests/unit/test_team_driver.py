@@ -180,7 +180,7 @@ async def test_a_spent_budget_gives_what_was_found_without_another_call(
     await nothing_is_left(runtime, handle)
 
 
-async def test_a_budget_too_small_for_the_plan_stops_with_nothing(
+async def test_a_budget_too_small_for_the_plan_says_that_nothing_was_found(
     local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
 ) -> None:
     model = ScriptedModel({"": ["never"]})

@@ -116,7 +116,7 @@ def test_a_tool_is_still_its_function() -> None:
     assert repr(add) == "<Tool add>"
 
 
-class Callable_:
+class CallableObject:
     """An object that can be called."""
 
     async def __call__(self, a: int) -> int:
@@ -130,8 +130,8 @@ class Owner:
 
 
 def test_objects_and_methods_can_be_tools() -> None:
-    assert Tool(Callable_(), name="object").is_async
-    assert list(Tool(Callable_(), name="object").parameters["properties"]) == ["a"]
+    assert Tool(CallableObject(), name="object").is_async
+    assert list(Tool(CallableObject(), name="object").parameters["properties"]) == ["a"]
     assert Tool(Owner().method).schema.description == "A method."
     assert list(Tool(functools.partial(Owner().method), name="part").parameters["properties"]) == ["a"]
 

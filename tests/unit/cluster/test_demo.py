@@ -77,7 +77,7 @@ def test_a_question_is_answered(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "2 documents" in shown
     assert "skipped   odd.md: not text: a NUL byte at offset 0" in shown
     assert "A lease lasts 15 s. [leases.md:3]" in shown
-    assert "stored    session s-1 in sqlite:///" in shown
+    assert "stored    session s-1 in memory:" in shown  # where it really is: these tests run in-process
     assert "demo --session s-1 --folder" in shown
 
 
