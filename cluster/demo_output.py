@@ -47,10 +47,11 @@ class Output:
 
     # --- lines --------------------------------------------------------------------------------------------
 
-    def say(self, line: str, *, style: str | None = None) -> None:
-        """A line for the person."""
+    def say(self, line: str, *, style: str | None = None, prose: bool = False) -> None:
+        """A line for the person. In a terminal prose breaks between words; the rest can be copied whole."""
         with _deaf_ends():
-            self._console.print(line, style=style)
+            soft_wrap = not (prose and self._console.is_terminal)
+            self._console.print(line, style=style, soft_wrap=soft_wrap)
 
     def introduce(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -141,10 +142,10 @@ class Output:
             self.say("")
             if result.status != "completed":
                 self.say("What was found until then:", style="bold")
-            self.say(result.text)
+            self.say(result.text, prose=True)
         self.say("")
         spent = "; ".join(budget_lines(result.budget)) if result.budget is not None else "unknown"
-        self.say(f"spent     {spent}; {wall:.1f} s, {hops} hops")
+        self.say(f"spent     {spent}; {wall:.1f} s, {hops} hops", prose=True)
         if continue_with is not None:
             self.say(f"stored    session {session} in {store}")
             self.say(f"continue  {continue_with}")

@@ -33,7 +33,7 @@ def client_loop() -> LoopThread:
     with _lock:
         if _thread is None:
             _thread = LoopThread("retinue-client")
-            # Before the pools of concurrent.futures end, which is before atexit: stores and tools need theirs.
+            # Before the pools of concurrent.futures end, which is before atexit: stores and tools use them.
             getattr(threading, "_register_atexit", atexit.register)(_exit)
         return _thread
 

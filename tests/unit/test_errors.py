@@ -6,7 +6,7 @@ import json
 import pickle
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 import pytest
 
 from retinue import errors

@@ -113,6 +113,8 @@ async def _read_concurrently(capacity: int, bursts: list[int], readers: list[tup
 
     gaps: list[tuple[int, int, int]] = []
 
+    refusals: list[tuple[int, int]] = []
+
     async def follow(after: int, limit: int, laziness: int) -> None:
         cursor = after
         while True:
@@ -122,8 +124,8 @@ async def _read_concurrently(capacity: int, bursts: list[int], readers: list[tup
             try:
                 page = await log.read(cursor, limit)
             except InputError:
-                refused_at = newest
-                break
+                refusals.append((cursor, newest))
+                return
             except EventGap as gap:
                 earliest = gap.earliest_cursor
                 gaps.append((cursor, earliest, log.earliest_cursor))
@@ -138,7 +140,6 @@ async def _read_concurrently(capacity: int, bursts: list[int], readers: list[tup
                 assert number == cursor + 1
                 assert data == body(number)
                 cursor = number
-        assert cursor > refused_at
 
     async def write() -> None:
         number = 0
@@ -149,8 +150,8 @@ async def _read_concurrently(capacity: int, bursts: list[int], readers: list[tup
             await asyncio.sleep(0)
 
     await soon(asyncio.gather(write(), *(follow(*reader) for reader in readers)))
-    for cursor, earliest, really in gaps:
-        assert cursor < earliest == really
+    assert all(cursor < earliest == really for cursor, earliest, really in gaps)
+    assert all(cursor > newest for cursor, newest in refusals)
 
 
 # --- through a handle -------------------------------------------------------------------------------------

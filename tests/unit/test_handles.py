@@ -109,7 +109,7 @@ def test_a_loop_that_ends_early_disturbs_nobody(
 
     asyncio.run(give_up())
     flag(f"{handle.run_id} go").set()
-    assert asyncio.run(handle.result()).text == "done"  # type: ignore[arg-type]
+    assert asyncio.run(handle.result()).text == "done"
     assert caplog.records == []
 
 
@@ -171,7 +171,7 @@ async def test_attach_at_once_does_not_disturb_the_start(
             super().__init__()
             self.recorded, self.go = Flag(), Flag()
 
-        async def execute(self, operations: object) -> list[StoreReply]:  # type: ignore[override]
+        async def execute(self, operations: object) -> list[StoreReply]:
             replies = list(await super().execute(operations))  # type: ignore[arg-type]
             if any(isinstance(operation, OpenRun) for operation in operations):  # type: ignore[attr-defined]
                 self.recorded.set()

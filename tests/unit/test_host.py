@@ -20,7 +20,7 @@ from retinue.storage import this_process
 from retinue.storage.memory import MemoryEngine
 from retinue.store import AcquireLease, RenewLeases, Store, StoreReply
 from retinue.workers import Workers
-from tests.support import Flag, driver, flag, soon, trivial
+from tests.support import Flag, code_of, driver, flag, soon, trivial
 
 WHO = Identity(tenant_id="a", user_id="b")
 
@@ -35,7 +35,7 @@ class Engine(MemoryEngine):
         self.down = False
         self.acquired = 0
 
-    async def execute(self, operations: Any) -> list[StoreReply]:  # type: ignore[override]
+    async def execute(self, operations: Any) -> list[StoreReply]:
         if self.down:
             self.renewed.set()
             raise StoreUnavailable("down")

@@ -36,4 +36,4 @@ def test_every_public_name_exists_and_is_listed_once_in_order(module: object) ->
 
 def test_other_names_are_refused() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        _ = retinue.Nothing  # type: ignore[attr-defined]
+        _ = retinue.Nothing

@@ -33,7 +33,7 @@ class Engine(MemoryEngine):
         self.failed_often = Flag()
         self.reserved: list[int | None] = []
 
-    async def execute(self, operations: Any) -> list[StoreReply]:  # type: ignore[override]
+    async def execute(self, operations: Any) -> list[StoreReply]:
         for operation in operations:
             if isinstance(operation, AppendEvents):
                 self.appending.set()
@@ -99,12 +99,13 @@ async def test_events_are_written_behind_and_the_rest_is_the_commits() -> None:
     await here.engine.appending.wait()
     await here.events.pause()
     assert await here.stored() == [1, 2, 3]
-    assert here.events.unstored == ()
+    assert len(here.events.unstored) == 0
     await emitted(here, 2)
     await here.events.pause()
-    assert [event.sequence for event in here.events.unstored] == [4, 5]
+    rest = here.events.unstored
+    assert [item.sequence for item in rest] == [4, 5]
     here.events.stored(here.events.unstored)
-    assert here.events.unstored == ()
+    assert len(here.events.unstored) == 0
 
 
 async def test_an_event_on_its_way_to_the_store_can_be_read() -> None:

@@ -289,7 +289,7 @@ class SlowEngine(MemoryEngine):
         self.go = Flag()
         self.outcomes: list[bytes] = []
 
-    async def execute(self, operations: Any) -> list[StoreReply]:  # type: ignore[override]
+    async def execute(self, operations: Any) -> list[StoreReply]:
         replies = list(await super().execute(operations))
         for operation in operations:
             if isinstance(operation, CommitSession | FinishRun) and operation.outcome is not None:
@@ -748,7 +748,7 @@ async def test_a_refusal_of_the_store_is_the_reason_and_the_record_is_closed(
     local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
 ) -> None:
     class Refusing(MemoryEngine):
-        async def execute(self, operations: Any) -> list[StoreReply]:  # type: ignore[override]
+        async def execute(self, operations: Any) -> list[StoreReply]:
             if isinstance(operations[0], CommitSession):
                 raise OSError("the disk says no")
             return list(await super().execute(operations))

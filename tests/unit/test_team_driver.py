@@ -187,7 +187,8 @@ async def test_a_budget_too_small_for_the_plan_says_that_nothing_was_found(
     result, _ = await run(
         local_runtime, identity, session_id, team(model, "a"), budgets=Budgets(max_model_calls=0)
     )
-    assert (result.status, code_of(result), result.text) == ("stopped", "budget_exhausted", "")
+    assert (result.status, code_of(result)) == ("stopped", "budget_exhausted")
+    assert result.text == "Nothing was found before the budget was exhausted."
     assert model.requests == []
 
 
@@ -244,7 +245,7 @@ def test_a_team_is_checked_where_it_is_made() -> None:
         ({"members": [agent], "on_member_error": "cry"}, "team.on_member_error"),
     ):
         with pytest.raises(ValidationFailed) as refused:
-            Team(name="t", coordinator=agent, **options)  # type: ignore[arg-type]
+            Team(name="t", coordinator=agent, **options)
         assert refused.value.path == path
     made = Team(name="t", coordinator=agent, members=[agent])
     assert (made.mode, made.parallel, made.on_member_error) == ("coordinate", False, "fail")

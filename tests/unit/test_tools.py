@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 import pytest
 from pydantic import BaseModel, Field
 
