@@ -7,6 +7,7 @@ through a :class:`RootPort`; nothing here decides about budgets or grants.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import inspect
@@ -350,17 +351,18 @@ class ExecutionServices:
             placement=placement,
             work=pickle_work(work, label),
         )
-        return await self.run_owned(self._delegate(spawn))
-
-    async def _delegate(self, spawn: Spawn) -> Delegate:
         child = Delegate(self, spawn.child_run_id, spawn.name)
         try:
-            await self.ask(spawn)
+            await self.run_owned(self._spawn(spawn, child))
         except asyncio.CancelledError:
-            child.cancel("nobody waits for it")  # it may have been started without our learning of it
+            with contextlib.suppress(InputError):  # the run has ended, and the child with it
+                child.cancel("nobody waits for it")  # it may have been started all the same
             raise
-        child.follow(self.run_owned(child.wait()))
         return child
+
+    async def _spawn(self, spawn: Spawn, child: Delegate) -> None:
+        await self.ask(spawn)
+        child.follow(self.run_owned(child.wait()))
 
     # --- history, events, owned work ----------------------------------------------------------------------
 

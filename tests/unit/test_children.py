@@ -394,22 +394,34 @@ async def test_delegates_of_a_failing_driver_are_cancelled(
 async def test_a_delegate_whose_start_is_given_up_does_not_run_on(
     local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
 ) -> None:
+    given_up = 0
+
     async def root(request: RunRequest, services: ExecutionServices) -> DriverOutput:
-        for ticks in range(6):
+        nonlocal given_up
+        for ticks in range(8):
             starting = asyncio.ensure_future(services.delegate(CHILD, f"wait given{ticks}"))
             for _ in range(ticks):
                 await asyncio.sleep(0)
             starting.cancel()
             await asyncio.wait([starting])
-            if not starting.cancelled():
+            if starting.cancelled():
+                given_up += 1
+            else:
                 starting.result().cancel()
+        async with asyncio.timeout(5):
+            tree = run_of(runtime, handle).tree
+            while tree._live_children():
+                await asyncio.sleep(0)
         return DriverOutput(text="ok")
 
-    result, events = await run(local_runtime, identity, session_id, root)
-    assert (result.status, result.text) == ("completed", "ok")
-    started = [e.run_id for e in events if isinstance(e.payload, ChildStarted)]
-    finished = [e.run_id for e in events if isinstance(e.payload, ChildFinished)]
-    assert set(started) <= set(finished)
+    runtime = local_runtime(driver=driver(root))
+    handle = runtime.start("x", identity=identity, session_id=session_id)
+    result = await soon(handle.result())
+    assert (result.status, result.text) == ("completed", "ok"), result.reason
+    assert given_up > 0
+    finished = [e.payload for e in await all_events(handle) if isinstance(e.payload, ChildFinished)]
+    assert {payload.status for payload in finished} == {"cancelled"}
+    await nothing_is_left(runtime, handle)
 
 
 @pytest.mark.parametrize("ticks", range(5))

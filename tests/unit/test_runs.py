@@ -355,6 +355,45 @@ async def test_a_cancel_between_the_second_write_and_the_end_is_not_lost(
     assert decode_event(engine.outcomes[-1]).payload == RunTerminal(result)
 
 
+async def test_a_cancel_of_a_run_that_ends_cancelled_anyway_still_moves_the_end(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    from retinue.events import decode_event
+
+    @driver
+    async def gives_up(request: RunRequest, services: ExecutionServices) -> DriverOutput:
+        return DriverOutput(text="x", status="cancelled", reason=Reason("cancelled", "by itself"))
+
+    engine = SlowEngine(CommitSession)
+    runtime = local_runtime(driver=gives_up, store=engine)
+    handle = runtime.start("x", identity=identity, session_id=session_id)
+    await engine.writing.wait()
+    await handle.cancel("from outside")
+    engine.go.set()
+    result = await soon(handle.result())
+    assert (result.status, result.final_cursor) == ("cancelled", 3)
+    events = await all_events(handle)
+    assert [event.sequence for event in events] == [1, 2, 3]
+    assert decode_event(engine.outcomes[-1]) == events[-1]
+
+
+async def test_the_reason_of_a_cancel_is_escaped_where_it_arrives(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    waiting = Waiting()
+    runtime = local_runtime(driver=waiting)
+    handle = runtime.start("x", identity=identity, session_id=session_id)
+    await waiting.runs.wait()
+    run = run_of(runtime, handle)
+
+    async def cancel() -> None:
+        run.cancel("\ud800")
+
+    await asyncio.wrap_future(on_client_loop(cancel()))
+    result = await soon(handle.result())
+    assert (result.status, result.reason) == ("cancelled", Reason("cancelled", "\\ud800"))
+
+
 # --- what drivers may do ----------------------------------------------------------------------------------
 
 
