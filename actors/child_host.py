@@ -20,7 +20,8 @@ from retinue.budgets import BudgetSnapshot
 from retinue.children import ChildExecution
 from retinue.client import HostGone, empty_budget
 from retinue.config import RuntimeConfig
-from retinue.protocol import ParticipantMessage, Rejected, RootReply, SettleModel
+from retinue.execution import error_payload
+from retinue.protocol import Finished, ParticipantMessage, Rejected, RootReply, SettleModel
 from retinue.workers import Workers
 
 SILENCE = 20.0
@@ -46,6 +47,8 @@ class _Root:
     handle: Any
     outbox: Outbox[Up]
     inbox: Inbox = field(default_factory=Inbox)
+    starting: set[str] = field(default_factory=set)
+    """Children that came and were not stopped."""
     children: dict[str, ChildExecution] = field(default_factory=dict)
     asked: dict[int, ChildPort] = field(default_factory=dict)
     heard: float = field(default_factory=time.monotonic)
@@ -104,7 +107,7 @@ class ChildHostCore:
         self._config: RuntimeConfig | None = None
         self._loading = asyncio.Lock()
         self._roots: dict[str, _Root] = {}
-        self._finished = 0
+        self._finished_children = 0
         self._background = Background("child host")
         self._background.run(self._watch_silence())
 
@@ -148,16 +151,25 @@ class ChildHostCore:
     async def _run_child(self, root: _Root, message: RunChild) -> None:
         order = message.order
         port = ChildPort(self, root, order.tree_id)
-        config = await self.load()
-        child = ChildExecution(order, config, port, self.workers.threads)
-        if order.run_id in root.children:
-            return
-        root.children[order.run_id] = child
-        finished = await asyncio.wrap_future(self.workers.submit(child.run()))
+        root.starting.add(order.run_id)
+        try:
+            finished = await self._finished(root, message, port)
+        except Exception as error:
+            finished = Finished(participant=order.run_id, error=error_payload(error))
+        root.starting.discard(order.run_id)
         root.children.pop(order.run_id, None)
-        self._finished += 1
+        self._finished_children += 1
         finished = msgspec.structs.replace(finished, hops=port.hops + 2)
         self.post(root, Up(tree_id=order.tree_id, ask_id=0, message=finished), None)
+
+    async def _finished(self, root: _Root, message: RunChild, port: ChildPort) -> Finished:
+        order = message.order
+        config = await self.load()
+        if order.run_id not in root.starting:  # stopped before it began
+            return Finished(participant=order.run_id, cancelled=True)
+        child = ChildExecution(order, config, port, self.workers.threads)
+        root.children[order.run_id] = child
+        return await asyncio.wrap_future(self.workers.submit(child.run()))
 
     async def load(self) -> RuntimeConfig:
         """The app, made once in this process, on the user loop."""
@@ -167,6 +179,7 @@ class ChildHostCore:
         return self._config
 
     def _stop_child(self, root: _Root, run_id: str) -> None:
+        root.starting.discard(run_id)
         child = root.children.get(run_id)
         if child is not None:
             self.workers.loop.call_soon_threadsafe(child.cancel)
@@ -214,6 +227,7 @@ class ChildHostCore:
         root = self._roots.pop(root_id, None)
         if root is None:
             return
+        root.starting.clear()
         for child in root.children.values():
             self.workers.loop.call_soon_threadsafe(child.cancel)
         for ask_id, port in list(root.asked.items()):
@@ -226,7 +240,7 @@ class ChildHostCore:
             pid=os.getpid(),
             app_digest=self._app.digest,
             children=sum(len(root.children) for root in self._roots.values()),
-            finished=self._finished,
+            finished=self._finished_children,
             roots=len(self._roots),
         )
 

@@ -9,6 +9,7 @@ import msgspec
 
 from retinue.budgets import Usage
 from retinue.errors import InputError
+from retinue.json_values import encode_json
 from retinue.results import Reason, RunResult, Status
 
 SCHEMA_VERSION = 1
@@ -93,7 +94,17 @@ Payload = (
     | ChildFinished | EventsLost | Custom
 )  # fmt: skip
 
-_FROM_RUNTIME_ONLY = (RunStarted, RunTerminal, EventsLost, ChildStarted, ChildFinished)
+_FROM_RUNTIME_ONLY = (
+    RunStarted,
+    RunTerminal,
+    EventsLost,
+    ChildStarted,
+    ChildFinished,
+    Control,
+    # What was spent is read from these after a crash: nobody else may say it.
+    ModelComplete,
+    ToolComplete,
+)
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -135,13 +146,13 @@ def check_payload(value: object) -> Payload:
     try:
         plain = msgspec.to_builtins(dict(value) if isinstance(value, Mapping) else value)
         payload: Payload = msgspec.convert(plain, Payload)
-        size = len(msgspec.json.encode(payload))
-    except (msgspec.ValidationError, TypeError, RecursionError) as error:
+        size = len(encode_json(payload))
+    except UnicodeEncodeError:
+        raise InputError("the event holds a lone surrogate, which no store can carry") from None
+    except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"not an event payload: {error}; for an event of your own use retinue.events.Custom(name, data)"
         ) from None
-    except UnicodeEncodeError:
-        raise InputError("the event holds a lone surrogate, which no store can carry") from None
     if isinstance(payload, _FROM_RUNTIME_ONLY):
         raise InputError(f"{payload_type(payload)} is emitted by the runtime only")
     if size > MAX_EVENT_BYTES:

@@ -11,6 +11,7 @@ import msgspec
 from retinue.agents import Agent
 from retinue.drivers import ExecutionDriver, RunRequest
 from retinue.errors import RetinueError
+from retinue.json_values import encode_json
 from retinue.messages import check_structure, escape_surrogates
 from retinue.protocol import Finished, decode_output, encode_output
 from retinue.results import DriverOutput, Reason
@@ -123,7 +124,7 @@ class DriverExecution:
         try:
             if not isinstance(state, dict):
                 raise TypeError(f"it is {type(state).__name__}, not a dict")
-            after = msgspec.json.encode(state)
+            after = encode_json(state)
         except Exception as error:
             problem = f"the session state cannot be written as JSON: {error}"
             return finished if finished.error or finished.cancelled else self._failed(problem)
@@ -133,6 +134,7 @@ class DriverExecution:
 def _encoded(output: DriverOutput, driver_id: str) -> bytes:
     """The output as its reader gets it; members of a wrong type are found here, with the driver's name."""
     try:
+        encode_json(output.structured)
         encoded = encode_output(output)
         decode_output(encoded)
     except Exception as error:

@@ -11,6 +11,7 @@ import time
 import msgspec
 
 from retinue.budgets import Usage
+from retinue.errors import DamagedRecord
 from retinue.events import Event, EventsLost, ModelComplete, RunTerminal, decode_event, encode_event
 from retinue.ids import Identity
 from retinue.messages import Content, encode_message, user
@@ -45,7 +46,7 @@ async def _end(store: Store, grant: LeaseGrant, session: StoredSession, record: 
         session_id=record.session_id,
         final_cursor=final_cursor,
     )
-    message = encode_message(user(msgspec.json.decode(record.input, type=Content)))
+    message = encode_message(user(_input(record)))
     revision = await store.commit(
         CommitSession(
             lease=grant.lease,
@@ -64,6 +65,17 @@ async def _end(store: Store, grant: LeaseGrant, session: StoredSession, record: 
     return msgspec.structs.replace(
         session, revision=revision, replayable=False, messages=[*session.messages, message]
     )
+
+
+def _input(record: RunRecord) -> Content:
+    try:
+        return msgspec.json.decode(record.input, type=Content)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise DamagedRecord(
+            f"the input of run {record.run_id} cannot be read: {error}; its bytes are kept. Restore the "
+            "store from a copy, or go on in another session",
+            place=f"run {record.run_id}: input",
+        ) from None
 
 
 def _envelope(record: RunRecord, number: int, payload: EventsLost | RunTerminal) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -10,6 +11,9 @@ import stamina
 from retinue.errors import StoreUnavailable
 
 T = TypeVar("T")
+
+# Python prints warnings of loggers that nobody configured. An application that configures logging has these.
+logging.getLogger("stamina").addHandler(logging.NullHandler())
 
 STORE_WAIT = 60.0
 """Seconds for which a run waits for its store before it fails with ``store_unavailable``."""

@@ -7,7 +7,7 @@ and counted in one step without an await, so nothing can change between the look
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -71,18 +71,17 @@ class Participant:
     stopped: str | None = None
     """Why nothing more is admitted for it, once it is being cancelled."""
     hops: int = 0
+    children: list[Participant] = field(default_factory=list)
 
     @property
     def account(self) -> str:
         return ROOT if self.parent is None else self.run_id
 
-    def is_below(self, other: Participant) -> bool:
-        above = self.parent
-        while above is not None:
-            if above is other:
-                return True
-            above = above.parent
-        return False
+    def below(self) -> Iterator[Participant]:
+        """Its delegates and theirs, at any depth."""
+        for child in self.children:
+            yield child
+            yield from child.below()
 
 
 EmitPayload = Callable[[Payload, Participant], None]
@@ -262,6 +261,7 @@ class Tree:
             return self._stop_reply(parent)
         child = Participant(message.child_run_id, message.name, parent, new_id("attempt"))
         self._participants[child.run_id] = child
+        parent.children.append(child)
         self.ledger.open_account(child.account, parent.account, message.budgets)
         request = self._request
         order = ChildOrder(
@@ -332,9 +332,8 @@ class Tree:
         child.ended.set_result(ended)
         status, reason = _status_of(ended)
         self._emit(ChildFinished(child.name, status, reason, usage), child)
-        for other in self._live_children():
-            if other.is_below(child):
-                self._cancel(other, f"its parent {child.name} ended")
+        for other in child.children:
+            self._cancel(other, f"its parent {child.name} ended")
 
     def _live_children(self) -> list[Participant]:
         return [
@@ -344,7 +343,7 @@ class Tree:
         ]
 
     def _cancel(self, child: Participant, reason: str) -> None:
-        for target in (child, *(other for other in self._live_children() if other.is_below(child))):
+        for target in (child, *child.below()):
             if target.ended.done():
                 continue
             target.stopped = target.stopped or reason

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import fcntl
 import itertools
 import tempfile
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shutil import rmtree
@@ -88,7 +88,7 @@ class ScriptedModel:
             does not name uses the key ``"*"``.
 
     Copies of it, in any process of this machine, share one record and one place in the script, kept in a
-    temporary folder that goes away with the original.
+    temporary folder that goes away when the process ends that made the original.
     """
 
     provider_id = "scripted"
@@ -98,7 +98,7 @@ class ScriptedModel:
         scripts: Mapping[str, Script] = script if isinstance(script, Mapping) else {"*": script}
         self._scripts = {name: [_step(item) for item in steps] for name, steps in scripts.items()}
         self._folder = tempfile.mkdtemp(prefix="retinue-script-")
-        self._cleanup = weakref.finalize(self, rmtree, self._folder, True)
+        atexit.register(rmtree, self._folder, True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"scripts": msgspec.json.encode(self._scripts), "folder": self._folder}

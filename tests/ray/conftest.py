@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,13 +20,15 @@ MAX_RESIDENT = 8
 MakeRuntime = Callable[..., Runtime]
 
 
-@pytest.fixture(scope="session")
-def cluster() -> str:
-    """An ephemeral Ray with the runtime's actors; its address."""
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[str]:
+    """An ephemeral Ray with the runtime's actors, for the tests of this folder; its address."""
     connection = connect()
     options = deployment.default_options(ephemeral=True, max_resident=MAX_RESIDENT)
     deployment.attach(ephemeral=connection.mode == "ephemeral", options=options)
-    return connection.address
+    yield connection.address
+    deployment.withdraw()
+    connection.close()
 
 
 @pytest.fixture
@@ -35,9 +36,10 @@ def identity() -> Identity:
     return Identity(tenant_id="acme", user_id=f"user-{uuid.uuid4().hex[:8]}")
 
 
-@pytest.fixture
-def store_url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/retinue.db"
+@pytest.fixture(scope="package")
+def store_url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One store for all, as on a real cluster; every test has a user of its own in it."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/retinue.db"
 
 
 @pytest.fixture

@@ -213,7 +213,7 @@ async def test_no_budget_at_all_stops_with_nothing(folder: Path, limits: Budgets
     assert result.status == "stopped"
     assert result.reason is not None
     assert result.reason.code == "budget_exhausted"
-    assert result.text == ""
+    assert result.text == "Nothing was found before the budget was exhausted."
 
 
 async def test_a_small_budget_stops_with_what_was_found(folder: Path) -> None:
