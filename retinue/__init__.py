@@ -1,7 +1,7 @@
 """Retinue: agent sessions as actors on Ray.
 
-The public names. What is not here (or in :mod:`retinue.errors`, :mod:`retinue.events` and
-:mod:`retinue.testing`) is private.
+The public names. What is not here (or in :mod:`retinue.errors`, :mod:`retinue.events`,
+:mod:`retinue.providers` and :mod:`retinue.testing`) is private.
 """
 
 from __future__ import annotations

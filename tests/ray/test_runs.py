@@ -324,4 +324,7 @@ def test_hosts_hold_what_the_statistics_say(make_runtime: MakeRuntime, identity:
     mine = [host for host in hosts if host and any('"counted"' in key for key in host.sessions)]
     assert [(host.active_runs, host.runs_started) for host in mine] == [(0, 1)]
     for host in child_hosts():
-        assert decode(ray.get(host.statistics.remote()), ChildHostStatistics).children == 0
+        statistics: ChildHostStatistics | None = decode(
+            ray.get(host.statistics.remote()), ChildHostStatistics | None
+        )
+        assert statistics is None or statistics.children == 0

@@ -55,5 +55,5 @@ def test_a_run_says_so_instead_of_storing_null(where: str) -> None:
     "payload", [ModelComplete("p", "m"), ToolComplete("t", "c"), Control("cancel"), {"type": "run.started"}]
 )
 def test_what_the_runtime_tells_nobody_else_may_tell(payload: object) -> None:
-    with pytest.raises(InputError, match="by the runtime only|not an event payload"):
+    with pytest.raises(InputError, match=r"by the runtime only|not an event payload"):
         check_payload(payload)
