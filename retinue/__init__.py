@@ -20,10 +20,11 @@ from retinue.messages import Message, ToolCall
 from retinue.models import ModelClient, ModelRequest, ModelResponse
 from retinue.results import DriverOutput, Reason, RunResult
 from retinue.runtime import Runtime
-from retinue.services import ExecutionServices, ToolContext
+from retinue.services import ExecutionServices
 from retinue.sessions import SessionSnapshot
 from retinue.team_driver import team_driver
 from retinue.teams import Team
+from retinue.tool_calls import ToolContext
 from retinue.tools import Tool, tool
 
 if TYPE_CHECKING:

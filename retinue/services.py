@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import functools
-import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -23,14 +21,12 @@ from retinue.delegates import Delegate, pickle_work
 from retinue.drivers import ExecutionDriver, RunRequest
 from retinue.errors import (
     InputError,
-    RetinueError,
-    ToolFailed,
     Unsupported,
     ValidationFailed,
     error_from_payload,
 )
-from retinue.events import MAX_DELTA, Custom, Payload, TextDelta, check_payload
-from retinue.ids import Identity, check_id, new_id, session_key
+from retinue.events import MAX_DELTA, Payload, TextDelta, check_payload
+from retinue.ids import check_id, new_id, session_key
 from retinue.messages import (
     Content,
     Message,
@@ -39,13 +35,11 @@ from retinue.messages import (
     check_content,
     decode_message,
     encode_message,
-    escape_surrogates,
 )
 from retinue.model_calls import ModelCalls
 from retinue.models import ModelClient, ModelResponse, ToolSchema
 from retinue.owned_work import OwnedWork
 from retinue.protocol import (
-    AdmitTool,
     Emit,
     ParticipantMessage,
     Record,
@@ -53,11 +47,9 @@ from retinue.protocol import (
     RootReply,
     SettleModel,
     Spawn,
-    ToolAdmitted,
-    ToolDone,
 )
-from retinue.tools import Tool, ToolArgumentError, ToolResult, result_text
-from retinue.workers import in_thread
+from retinue.tool_calls import ToolCalls
+from retinue.tools import Tool, ToolResult
 
 if TYPE_CHECKING:
     from retinue.agents import Agent
@@ -87,28 +79,6 @@ class RootPort(Protocol):
         ...
 
 
-class ToolContext:
-    """What a tool's ``ctx`` parameter receives."""
-
-    def __init__(self, services: ExecutionServices, call_id: str) -> None:
-        self.services = services
-        self.call_id = call_id
-
-    @property
-    def identity(self) -> Identity:
-        return self.services.request.identity
-
-    @property
-    def cancelled(self) -> bool:
-        """True once the run is being cancelled or has no use for the result: a tool in a thread should
-        return soon."""
-        return self.services.cancelled
-
-    async def delegate(self, work: Agent | ExecutionDriver, input: Content, **options: Any) -> Delegate:
-        """See :meth:`ExecutionServices.delegate`."""
-        return await self.services.delegate(work, input, **options)
-
-
 class ExecutionServices:
     """The services of one execution: the root driver of a run, or one delegate."""
 
@@ -133,13 +103,13 @@ class ExecutionServices:
         self.transcript: list[bytes] = []
         """Encoded messages of this execution, as recorded."""
         self._port = port
-        self._threads = threads
         self._history = list(history)
         self.owned = OwnedWork()
         """What must be done before the execution has ended."""
         self._pairing = ToolPairing()
         self._call_ids = itertools.count(1)
         self._models = ModelCalls(self, port)
+        self._tools = ToolCalls(self, port, threads)
 
     # --- data ---------------------------------------------------------------------------------------------
 
@@ -228,32 +198,7 @@ class ExecutionServices:
             call: name, id and arguments; arguments that do not fit the schema use no attempt.
             tools: tools beside the app's own, such as an agent's.
         """
-        return await self.run_owned(self._dispatch(call, tools))
-
-    async def _dispatch(self, call: ToolCall, tools: Sequence[Tool]) -> ToolResult:
-        found = next((item for item in (*tools, *self.tools) if item.name == call.name), None)
-        if found is None:
-            return self._tool_done(call, f"there is no tool {call.name!r}", error=True)
-        try:
-            arguments = found.validate(call.arguments)
-        except ToolArgumentError as error:
-            return self._tool_done(call, str(error), error=True)
-        except Exception as error:  # a validator of the application's own
-            return self._tool_done(call, f"invalid arguments for {call.name}: {error}", error=True)
-        verdict = await self._admit_tool(call.name, call.id)
-        if not verdict.allowed:
-            return self._tool_done(call, f"[denied] {verdict.reason}", error=True, denied=True)
-        try:
-            text = result_text(await self._call_tool(found, arguments, call.id))
-        except asyncio.CancelledError as error:
-            if self.cancelled or _being_cancelled():
-                raise
-            return self._tool_done(call, f"the tool was cancelled from inside: {error}", error=True)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            return self._tool_done(call, f"{type(error).__name__}: {error}", error=True)
-        if escape_surrogates(text) != text:
-            return self._tool_done(call, f"{call.name} gave text with a lone surrogate", error=True)
-        return self._tool_done(call, text)
+        return await self.run_owned(self._tools.dispatch(call, tools))
 
     async def dispatch_effect(
         self, name: str, arguments: Mapping[str, Any], execute: Callable[[dict[str, Any]], Awaitable[T]]
@@ -263,51 +208,7 @@ class ExecutionServices:
         Raises:
             ToolFailed: it was denied. What ``execute`` raises passes through.
         """
-        return await self.run_owned(self._dispatch_effect(name, arguments, execute))
-
-    async def _dispatch_effect(
-        self, name: str, arguments: Mapping[str, Any], execute: Callable[[dict[str, Any]], Awaitable[T]]
-    ) -> T:
-        call_id = self.next_call_id()
-        verdict = await self._admit_tool(name, call_id)
-        if not verdict.allowed:
-            self._port.tell(
-                ToolDone(participant=self.participant, call_id=call_id, tool_name=name, error=True)
-            )
-            raise ToolFailed(f"{name} was denied: {verdict.reason}", operation=name)
-        failed = True
-        try:
-            value = await execute(dict(arguments))
-            failed = False
-            return value
-        finally:
-            self._port.tell(
-                ToolDone(participant=self.participant, call_id=call_id, tool_name=name, error=failed)
-            )
-
-    async def _admit_tool(self, name: str, call_id: str) -> ToolAdmitted:
-        # The model chooses call ids and may repeat one in a later round, so attempts have ids of their own.
-        attempt = f"{self.next_call_id()}:{call_id}"
-        reply = await self.ask(AdmitTool(participant=self.participant, call_id=attempt, tool_name=name))
-        assert isinstance(reply, ToolAdmitted)
-        return reply
-
-    async def _call_tool(self, found: Tool, arguments: dict[str, Any], call_id: str) -> Any:
-        if found.takes_context:
-            arguments = {**arguments, "ctx": ToolContext(self, call_id)}
-        if found.is_async:
-            return await found.function(**arguments)
-        value = await in_thread(self._threads, functools.partial(found.function, **arguments))
-        return await value if inspect.isawaitable(value) else value
-
-    def _tool_done(
-        self, call: ToolCall, text: str, *, error: bool = False, denied: bool = False
-    ) -> ToolResult:
-        self._port.tell(
-            ToolDone(participant=self.participant, call_id=call.id, tool_name=call.name, error=error)
-        )
-        text = escape_surrogates(text)  # the text of an error may hold anything
-        return ToolResult(call_id=call.id, tool_name=call.name, text=text, error=error, denied=denied)
+        return await self.run_owned(self._tools.effect(name, arguments, execute))
 
     # --- delegates ----------------------------------------------------------------------------------------
 
@@ -450,16 +351,8 @@ class ExecutionServices:
         self._port.tell(message)
 
 
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 def _check_budgets(budgets: object) -> None:
     if budgets is not None and not isinstance(budgets, Budgets):
         raise ValidationFailed(
             f"budgets must be a retinue.Budgets, not {type(budgets).__name__}", path="budgets"
         )
-
-
-__all__ = ["Custom", "Delegate", "ExecutionServices", "RetinueError", "RootPort", "ToolContext"]

@@ -408,10 +408,10 @@ async def test_a_delegate_whose_start_is_given_up_does_not_run_on(
                 given_up += 1
             else:
                 starting.result().cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             tree = run_of(runtime, handle).tree
             while tree._live_children():
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.01)
         return DriverOutput(text="ok")
 
     runtime = local_runtime(driver=driver(root))
