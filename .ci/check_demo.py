@@ -31,6 +31,9 @@ def faults(summary: dict[str, Any], *, least_delegates: int) -> list[str]:
     require("tokens.used must be above 0", number(used) > 0, used)
     require("tokens.used must be within tokens.limit", number(used) <= number(limit), f"{used} of {limit}")
     require("tokens.reserved must be 0", number(tokens.get("reserved")) == 0, tokens.get("reserved"))
+    require("reason must be there, and null", summary.get("reason", "missing") is None, summary.get("reason"))
+    for key in ("wall_s", "hops"):
+        require(f"{key} must be above 0", number(summary.get(key)) > 0, summary.get(key))
     unknown = summary.get("unknown_usage_calls")
     require("unknown_usage_calls must be 0", number(unknown) == 0, unknown)
     return found

@@ -20,7 +20,7 @@ from retinue.actors.store_actor import RemoteEngine
 from retinue.actors.wire import call, decode, encode, read_reply
 from retinue.apps import AppSpec
 from retinue.client import HostGone, Located, SessionClient
-from retinue.errors import ClusterUnreachable
+from retinue.errors import ClusterUnreachable, Overloaded
 from retinue.handles import RunHandle
 from retinue.ids import SessionAddress, new_id
 from retinue.loop import before_exit
@@ -61,6 +61,7 @@ class RayBackend:
         self._store_url = store_url
         self._connect_to_ray = connect
         self._connecting: asyncio.Task[SessionClient] | None = None
+        self._deployed: Any = None
         self._directory: Any = None
         self._located: dict[SessionAddress, Located] = {}
         """Activations of this app, where runs can be started."""
@@ -86,6 +87,7 @@ class RayBackend:
         ephemeral = connection.mode == "ephemeral"
         namespace = connection.namespace
         deployed = await asyncio.to_thread(deployment.attach, namespace, ephemeral=ephemeral)
+        self._deployed = deployed
         self._directory = deployed.directory
         if ephemeral:
             _withdraw_at_exit(connection, deployed)
@@ -130,8 +132,16 @@ class RayBackend:
         known = self._located.get(address)
         if known is not None:
             return known
-        data, handle = await self._ask_directory("locate", encode((address, self._app.digest)))
-        whereabouts: Whereabouts = read_reply(data, Whereabouts)
+        question = encode((address, self._app.digest))
+        data, handle = await self._ask_directory("locate", question)
+        try:
+            whereabouts = read_reply(data, Whereabouts)
+        except Overloaded as error:
+            if error.data.get("reason") != "no_pool":
+                raise
+            await self._introduce(self._deployed)  # the keeper of this app died with all it knew
+            data, handle = await self._ask_directory("locate", question)
+            whereabouts = read_reply(data, Whereabouts)
         located = _located(whereabouts, handle)
         _remember(self._located, address, located)
         return located

@@ -21,7 +21,7 @@ from retinue.children import ChildExecution
 from retinue.client import HostGone, empty_budget
 from retinue.config import RuntimeConfig
 from retinue.execution import error_payload
-from retinue.protocol import Finished, ParticipantMessage, Rejected, RootReply, SettleModel
+from retinue.protocol import ChildOrder, Finished, ParticipantMessage, Rejected, RootReply, SettleModel
 from retinue.workers import Workers
 
 SILENCE = 20.0
@@ -58,10 +58,11 @@ class _Root:
 class ChildPort:
     """The way from one delegate, on the user loop, to the root of its tree in another process."""
 
-    def __init__(self, core: ChildHostCore, root: _Root, tree_id: str) -> None:
+    def __init__(self, core: ChildHostCore, root: _Root, order: ChildOrder) -> None:
         self._core = core
         self._root = root
-        self.tree_id = tree_id
+        self.tree_id = order.tree_id
+        self._activation_id = order.activation_id
         self._answers: dict[int, asyncio.Future[RootReply]] = {}
         self.budget: BudgetSnapshot = empty_budget()
         self.hops = 0
@@ -71,7 +72,7 @@ class ChildPort:
         answer: asyncio.Future[RootReply] = asyncio.get_running_loop().create_future()
         self._answers[ask_id] = answer
         self.hops += 1
-        up = Up(tree_id=self.tree_id, ask_id=ask_id, message=message)
+        up = self.up(message, ask_id)
         self._core.loop.call_soon_threadsafe(self._core.post, self._root, up, self)
         try:
             return await answer
@@ -79,11 +80,15 @@ class ChildPort:
             self._answers.pop(ask_id, None)
 
     def tell(self, message: ParticipantMessage) -> None:
-        up = Up(tree_id=self.tree_id, ask_id=0, message=message)
+        up = self.up(message)
         self._core.loop.call_soon_threadsafe(self._core.post, self._root, up, None)
 
     async def settle(self, message: SettleModel) -> None:
         self.tell(message)  # the budget is heard with the next answer: no remote call for it alone
+
+    def up(self, message: ParticipantMessage, ask_id: int = 0) -> Up:
+        """A message of the delegate, addressed to the root of its tree."""
+        return Up(activation_id=self._activation_id, tree_id=self.tree_id, ask_id=ask_id, message=message)
 
     def answer(self, ask_id: int, reply: RootReply) -> None:
         """A reply has come; from the control loop."""
@@ -125,6 +130,8 @@ class ChildHostCore:
         for message in messages:
             match message:
                 case RunChild():
+                    # Known from this moment on: a stop may come in the same batch.
+                    root.starting.add(message.order.run_id)
                     self._background.run(self._run_child(root, message))
                 case StopChild():
                     self._stop_child(root, message.run_id)
@@ -150,8 +157,7 @@ class ChildHostCore:
 
     async def _run_child(self, root: _Root, message: RunChild) -> None:
         order = message.order
-        port = ChildPort(self, root, order.tree_id)
-        root.starting.add(order.run_id)
+        port = ChildPort(self, root, order)
         try:
             finished = await self._finished(root, message, port)
         except Exception as error:
@@ -160,7 +166,7 @@ class ChildHostCore:
         root.children.pop(order.run_id, None)
         self._finished_children += 1
         finished = msgspec.structs.replace(finished, hops=port.hops + 2)
-        self.post(root, Up(tree_id=order.tree_id, ask_id=0, message=finished), None)
+        self.post(root, port.up(finished), None)
 
     async def _finished(self, root: _Root, message: RunChild, port: ChildPort) -> Finished:
         order = message.order
@@ -220,7 +226,13 @@ class ChildHostCore:
             await asyncio.sleep(SILENCE / 4)
             for root in list(self._roots.values()):
                 if root.children and time.monotonic() - root.heard > SILENCE:
-                    root.outbox.close("nothing was heard of the session host")
+                    self.give_up(root.host_id, "nothing was heard of the session host")
+
+    def give_up(self, root_id: str, why: str) -> None:
+        """Stop the children of a session host that cannot be reached."""
+        root = self._roots.get(root_id)
+        if root is not None:
+            root.outbox.close(why)
 
     def _root_gone(self, root_id: str, why: str) -> None:
         """Cancel the children of a session host that is gone, and whoever waits for its answer."""
@@ -233,6 +245,11 @@ class ChildHostCore:
         for ask_id, port in list(root.asked.items()):
             port.answer(ask_id, _root_is_gone())
         root.asked.clear()
+
+    def close(self) -> None:
+        """End what runs here, for tests: a process that ends needs no such thing."""
+        self._background.close()
+        self.workers.stop()
 
     def statistics(self) -> ChildHostStatistics:
         return ChildHostStatistics(

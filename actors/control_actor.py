@@ -34,7 +34,14 @@ from retinue.actors.store_actor import RemoteEngine, StoreDescription, start_sto
 from retinue.actors.wire import answered, call, decode, encode, read_reply
 from retinue.apps import AppSpec
 from retinue.client import HostGone
-from retinue.errors import LeaseLost, Overloaded, RetinueError, SessionConflict, StoreUnavailable
+from retinue.errors import (
+    LeaseLost,
+    Overloaded,
+    RetinueError,
+    SessionConflict,
+    StoreUnavailable,
+    VersionMismatch,
+)
 from retinue.ids import PROTOCOL_VERSION, SessionAddress, new_id
 from retinue.recovery import end_interrupted_runs
 from retinue.storage import this_process
@@ -109,11 +116,17 @@ class ControlActor:
             self._pools[app.digest] = pool
             self._kept[app.digest] = app
             if _restarted():
-                await self._adopt_child_hosts(app.digest, pool)
+                await self._adopt_hosts(app.digest, pool)
             self._background.run(self._retire_when_idle(pool))
         self._pools[app.digest].prepare()
 
-    async def _adopt_child_hosts(self, digest: str, pool: PoolKeeper) -> None:
+    async def _adopt_hosts(self, digest: str, pool: PoolKeeper) -> None:
+        """Find the child hosts and the spares of a keeper that was here before."""
+        pool.prepare()
+        async for handle, data in self._ask_all(HOST_PREFIX, "describe"):
+            spare: HostDescription | None = decode(data, HostDescription | None)
+            if spare is not None and spare.app.digest == digest and not spare.sessions:
+                pool.give_back(HostReference(spare.host_id, handle))
         async for handle, data in self._ask_all(CHILD_HOST_PREFIX, "statistics"):
             host: ChildHostStatistics | None = decode(data, ChildHostStatistics | None)
             if host is not None and host.app_digest == digest:
@@ -132,6 +145,8 @@ class ControlActor:
 
     async def apps(self) -> list[bytes]:
         """The apps that are kept here."""
+        if self._options.app is not None:
+            await self._pool(self._options.app.digest)  # after a restart it is kept again from here on
         return [encode(app) for app in self._kept.values()]
 
     async def take_host(self, request_id: str, digest: str) -> tuple[str, Any]:
@@ -197,6 +212,7 @@ class ControlActor:
         await self._standing()
         hello = decode(data, Hello)
         try:
+            _check_version(hello)
             _refuse_elsewhere(hello)
             description, handle = await self._open_store(hello.store_url)
         except RetinueError as error:
@@ -231,7 +247,7 @@ class ControlActor:
             host: HostDescription | None = decode(data, HostDescription | None)
             if host is None or not host.sessions:
                 continue
-            if host.app.digest not in self._hosts.keepers:
+            if host.app.digest not in self._hosts.keepers and self._options.versions:  # all roles are here
                 await self.keep(encode(host.app))
                 await self.introduce(encode(host.app), own_handle)
             directory.adopt(HostReference(host.host_id, handle), host.app.digest, list(host.sessions))
@@ -302,7 +318,7 @@ class ControlActor:
         keeper = self._hosts.keepers.get(digest)
         if keeper is None:
             raise Overloaded(
-                "the pool of this app is gone (its cluster was restarted); start the program again"
+                "the pool of this app is gone; its program must bring it again", reason="no_pool"
             )
         host_id, handle = await call(keeper.take_host, new_id("request"), digest)
         return HostReference(host_id, handle)
@@ -416,6 +432,16 @@ async def named_actors(prefix: str, namespace: str) -> list[Any]:
             except ValueError:
                 continue  # it has just ended
     return handles
+
+
+def _check_version(hello: Hello) -> None:
+    if hello.version != PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"this directory speaks protocol {PROTOCOL_VERSION}, the client {hello.version}; install a "
+            "matching package",
+            ours=hello.version,
+            theirs=[str(PROTOCOL_VERSION)],
+        )
 
 
 def _refuse_elsewhere(hello: Hello) -> None:

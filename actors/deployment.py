@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from retinue.actors.control_actor import DeployOptions, control_actor
 from retinue.actors.names import DIRECTORY, KEEPER_PREFIX, NAMESPACE, REGISTRY
@@ -150,7 +150,16 @@ def statistics(namespace: str = NAMESPACE) -> dict[str, Any]:
 
 def read_versions(registry: Any) -> dict[str, str]:
     """Protocol versions that stand, and their directories' names."""
-    return dict(json.loads(ray.get(registry.versions.remote(), timeout=_PING_SECONDS)))
+    for attempt in range(_ATTEMPTS):
+        try:
+            return dict(json.loads(ray.get(registry.versions.remote(), timeout=_PING_SECONDS)))
+        except ActorUnavailableError:
+            time.sleep(min(0.1 * 2**attempt, 1.0))  # it is being restarted
+        except (RayActorError, GetTimeoutError) as error:
+            raise ClusterUnreachable(
+                f"the registry of this cluster does not answer: {_cause(error)}"
+            ) from None
+    raise ClusterUnreachable("the registry of this cluster does not come back; run `retinue up` again")
 
 
 def _find(name: str, namespace: str) -> Any | None:

@@ -7,6 +7,7 @@ store's epoch. It knows no Ray: hosts and pools are reached through the protocol
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -19,11 +20,16 @@ from retinue.client import HostGone
 from retinue.errors import Overloaded, RetinueError, SessionConflict
 from retinue.ids import SessionAddress, new_id
 from retinue.sessions import DeactivationReason
+from retinue.store import LEASE_PERIOD
 
 ROOM_WAIT = 5.0
 """Seconds that a start waits for a place before it is refused as ``overloaded``."""
 LEAVE_LIMIT = 5.0
 """Seconds that a host has for leaving in good order before it is ended."""
+PING_PERIOD = 5.0
+"""Seconds between questions to each host whether it is there."""
+SILENCE_LIMIT = LEASE_PERIOD
+"""Seconds without an answer after which a host is ended."""
 _ROOM_POLL = 0.1
 _HOST_ATTEMPTS = 4
 
@@ -56,6 +62,10 @@ class HostControl(Protocol):
         ...
 
     async def ping(self, host: HostReference) -> None: ...
+
+    def end(self, host: HostReference) -> None:
+        """End the process, whatever it is doing."""
+        ...
 
 
 TakeHost = Callable[[str], Awaitable[HostReference]]
@@ -231,13 +241,28 @@ class Directory:
             self._watching[host.host_id] = asyncio.ensure_future(self._watched(host))
 
     async def _watched(self, host: HostReference) -> None:
+        pinging = asyncio.ensure_future(self._end_if_silent(host))
         try:
             await self._control.watch(host)
         except HostGone:
             if host.host_id not in self._leaving:
                 await self._host_died(host.host_id)
+        finally:
+            pinging.cancel()
         self._leaving.discard(host.host_id)
         self._watching.pop(host.host_id, None)
+
+    async def _end_if_silent(self, host: HostReference) -> None:
+        """End a host that answers nothing for a lease period: others could take its sessions by now."""
+        with contextlib.suppress(HostGone):
+            while True:
+                await asyncio.sleep(PING_PERIOD)
+                try:
+                    async with asyncio.timeout(SILENCE_LIMIT):
+                        await self._control.ping(host)
+                except TimeoutError:
+                    self._control.end(host)
+                    return
 
     async def _host_died(self, host_id: str) -> None:
         done = self._lost.setdefault(host_id, asyncio.get_running_loop().create_future())
@@ -257,8 +282,12 @@ class Directory:
         for resident in self._resident.values():
             if resident.host.host_id == host_id:
                 try:
-                    await self._control.ping(resident.host)
+                    async with asyncio.timeout(SILENCE_LIMIT):
+                        await self._control.ping(resident.host)
                     return
+                except TimeoutError:
+                    self._control.end(resident.host)
+                    break
                 except HostGone:
                     break
         else:

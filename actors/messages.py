@@ -9,13 +9,14 @@ import msgspec
 from retinue.actors.store_actor import StoreDescription
 from retinue.apps import AppSpec
 from retinue.budgets import BudgetSnapshot
-from retinue.ids import SessionAddress
+from retinue.ids import PROTOCOL_VERSION, SessionAddress
 from retinue.protocol import ChildOrder, ParticipantMessage, RootReply
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """A client introduces itself to the directory."""
 
+    version: int = PROTOCOL_VERSION
     app_digest: str
     store_url: str | None
     """Absolute; ``None`` for the cluster's own."""
@@ -88,6 +89,7 @@ Down = RunChild | StopChild | LateReply | KeepAlive
 class Up(msgspec.Struct, frozen=True, kw_only=True):
     """A participant's message to the root of its tree."""
 
+    activation_id: str
     tree_id: str
     ask_id: int
     """0 when no reply is wanted."""

@@ -165,8 +165,11 @@ class PoolKeeper:
             handle = await self._factory.start_session_host(host_id)
         except Exception as error:
             self._session_hosts_coming -= 1
-            if self._takers:
-                self._takers.popleft().set_exception(self._cannot_start("session host", error))
+            while self._takers:
+                taker = self._takers.popleft()
+                if not taker.done():
+                    taker.set_exception(self._cannot_start("session host", error))
+                    break
             return
         self._session_hosts_coming -= 1
         self.give_back(HostReference(host_id, handle))
@@ -251,8 +254,8 @@ class PoolKeeper:
             given[host_id] += 1
         for host_id, count in given.items():
             self._child_hosts[host_id].load[wait.requester] += count
-        if given.total() < wait.count and self._room_to_grow:
-            self._start_child_host()
+        if self._room_to_grow and all(host.children for host in self._child_hosts.values()):
+            self._start_child_host()  # so that one death does not take all delegates with it
         return [
             (HostReference(host_id, self._child_hosts[host_id].handle), count)
             for host_id, count in given.items()

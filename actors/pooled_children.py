@@ -169,7 +169,7 @@ class PooledChildren:
 
     def _handle(self, link: _Link, up: Up) -> RootReply | Awaitable[RootReply]:
         known = self._trees.get(up.tree_id)
-        if known is None:
+        if known is None or known[0].activation_id != up.activation_id:
             return _unknown()
         reply = known[0].handle(up.message)
         if isinstance(up.message, Finished):

@@ -60,6 +60,9 @@ class RayHosts:
     async def ping(self, host: HostReference) -> None:
         await call(host.handle.ping)
 
+    def end(self, host: HostReference) -> None:
+        ray.kill(host.handle)
+
 
 class RayHostFactory:
     """Starts the processes of one app, in the runtime environment of the process that this runs in."""

@@ -38,7 +38,8 @@ def main(names: list[str]) -> int:
             rows[name] = BENCHMARKS[name](f"sqlite:///{folder}/{name}.db")
     _print(rows)
     REPORT.parent.mkdir(exist_ok=True)
-    REPORT.write_text(json.dumps(rows, indent=2) + "\n")
+    known = json.loads(REPORT.read_text()) if names and REPORT.exists() else {}
+    REPORT.write_text(json.dumps({**known, **rows}, indent=2) + "\n")
     print(f"written to {REPORT}", file=sys.stderr)
     return 0
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
-from benchmarks.measure import IDENTITY, Row, bare_hop_ms, resident_mb
+import ray
+
+from benchmarks.measure import IDENTITY, Row, bare_hop_ms, unshared_mb
 from retinue import (
     Budgets,
     DriverCapabilities,
@@ -21,9 +24,13 @@ from retinue import (
     Usage,
     tool,
 )
+from retinue.actors.child_host import ChildHostStatistics
+from retinue.actors.names import CHILD_HOST_PREFIX
 from retinue.actors.pool import CHILDREN_PER_HOST
+from retinue.actors.wire import decode
 
 CHILDREN = 1000
+WARM = 10
 
 
 @tool
@@ -61,9 +68,8 @@ class OneOfEach:
 
 @dataclass(frozen=True)
 class FanOut:
-    """Starts the delegates and waits for all."""
+    """Starts as many delegates as its input says, and waits for all."""
 
-    children: int
     id: str = "fan-out"
     version: int = 1
     capabilities: DriverCapabilities = field(default_factory=DriverCapabilities)
@@ -76,59 +82,80 @@ class FanOut:
             await child.result()
 
         start = time.perf_counter()
-        await asyncio.gather(*(one(number) for number in range(self.children)))
+        await asyncio.gather(*(one(number) for number in range(int(str(request.input)))))
         return DriverOutput(text=str(time.perf_counter() - start))
 
 
 def measure(store: str) -> Row:
     runtime = Runtime(
-        driver=FanOut(CHILDREN),
+        driver=FanOut(),
         grants=Grants(tool_ids=["look"]),
         budgets=Budgets(max_model_calls=CHILDREN, max_tool_calls=CHILDREN, max_tokens=10_000_000),
         store=store,
     )
-    warm = Runtime(driver=FanOut(2), grants=Grants(tool_ids=["look"]), store=store)
-    warm.run_blocking("warm up", identity=IDENTITY, session_id="fanout-warm")
-    peak = _Peak()
-    start = time.perf_counter()
-    handle = runtime.start("go", identity=IDENTITY, session_id="fanout")
-    while handle.state != "finished":
-        peak.look()
+    # A small run first: the pool has its child hosts then, and memory is counted from there.
+    warm = runtime.run_blocking(str(WARM), identity=IDENTITY, session_id="fanout")
+    assert warm.status == "completed", warm.reason
+    hosts = _ChildHosts()
+    deadline = time.monotonic() + 20
+    while len(child_host_pids()) < 2 and time.monotonic() < deadline:
         time.sleep(0.2)
+    hosts.look()
+    before = bare_hop_ms()
+    handle = runtime.start(str(CHILDREN), identity=IDENTITY, session_id="fanout")
+    while handle.state != "finished":
+        hosts.look()
+        time.sleep(0.05)
     result = handle.wait()
-    seconds = time.perf_counter() - start
     assert result.status == "completed", result.reason
     assert result.budget is not None
-    assert result.budget.model_calls.used == CHILDREN
-    assert result.budget.tool_calls.used == CHILDREN
-    hop = bare_hop_ms()
-    own = float(result.text)
-    grown = max(0.0, peak.mb - peak.base)
-    at_once = min(CHILDREN, CHILDREN_PER_HOST * max(1, len(peak.first)))
+    assert result.budget.model_calls.used == result.budget.tool_calls.used == CHILDREN
+    seconds = float(result.text)
+    hop = (before + bare_hop_ms()) / 2
+    at_once = min(CHILDREN, CHILDREN_PER_HOST * max(1, hosts.count))
     return {
-        "per_s": CHILDREN / own,
-        "p50_ms": own * 1000 / CHILDREN,
+        "per_s": CHILDREN / seconds,
+        "p50_ms": seconds * 1000 / CHILDREN,
         "hop_ms": hop,
-        "ratio": own * 1000 / CHILDREN / hop,
-        "mb_each": grown / at_once,
-        "first_run_s": seconds - own,
-        "child_hosts": float(len(peak.first)),
+        "ratio": seconds * 1000 / CHILDREN / hop,
+        "hops": handle.hops,
+        "mb_each": hosts.grown_mb / at_once,
+        "child_hosts": hosts.count,
     }
 
 
-class _Peak:
-    """Highest growth of the child hosts' memory over what they had when first seen."""
+class _ChildHosts:
+    """The child hosts of this cluster, and how much each grew since it was first seen."""
 
     def __init__(self) -> None:
-        self.first: dict[int, float] = {}
-        self.mb = 0.0
+        self._first: dict[int, float] = {}
+        self._most: dict[int, float] = {}
 
     def look(self) -> None:
-        now = resident_mb("ChildHost")
-        for pid, mb in now.items():
-            self.first.setdefault(pid, mb)
-        self.mb = max(self.mb, sum(now.values()))
+        for pid in child_host_pids() if not self._first else list(self._first):
+            mb = unshared_mb(pid)
+            if mb is not None:
+                self._first.setdefault(pid, mb)
+                self._most[pid] = max(self._most.get(pid, mb), mb)
 
     @property
-    def base(self) -> float:
-        return sum(self.first.values())
+    def count(self) -> int:
+        return len(self._first)
+
+    @property
+    def grown_mb(self) -> float:
+        return sum(self._most[pid] - first for pid, first in self._first.items())
+
+
+def child_host_pids() -> list[int]:
+    """Process ids of the live child hosts."""
+    pids = []
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["name"].startswith(CHILD_HOST_PREFIX):
+            actor: Any = ray.get_actor(entry["name"], entry["namespace"])
+            found: ChildHostStatistics | None = decode(
+                ray.get(actor.statistics.remote()), ChildHostStatistics | None
+            )
+            if found is not None:
+                pids.append(found.pid)
+    return pids

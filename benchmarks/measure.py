@@ -57,13 +57,9 @@ def p50_ms(seconds: Sequence[float]) -> float:
     return statistics.median(seconds) * 1000
 
 
-def resident_mb(name: str) -> dict[int, float]:
-    """Unshared memory in MB of Ray worker processes whose title contains ``name``, by process id."""
-    found = {}
-    for process in psutil.process_iter(["cmdline"]):
-        if name in " ".join(process.info["cmdline"] or []):
-            try:
-                found[process.pid] = process.memory_full_info().uss / 2**20
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-    return found
+def unshared_mb(pid: int) -> float | None:
+    """Unshared memory of a process in MB; ``None`` when it is gone."""
+    try:
+        return float(psutil.Process(pid).memory_full_info().uss) / 2**20
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return None

@@ -383,6 +383,10 @@ def _errors_as_messages() -> Iterator[None]:
         # `retinue status | head`: nobody reads on. The interpreter flushes at exit and shall not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(FAULT) from None
+    except OSError as error:
+        place = f": {error.filename}" if error.filename else ""
+        typer.echo(f"retinue: {error.strerror or error}{place}", err=True)
+        raise typer.Exit(FAULT) from None
 
 
 if __name__ == "__main__":

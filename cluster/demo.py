@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import shlex
 import shutil
@@ -10,7 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from retinue.cluster.interrupts import INTERRUPTED, Interrupts
 from retinue.errors import InputError, RetinueError
@@ -87,6 +88,13 @@ def run(options: DemoOptions) -> int:
     Returns:
         The exit status: 0 completed, 1 failed, 3 stopped by the budget, 130 cancelled.
     """
+    stdout = sys.stdout
+    # What libraries print (Ray does) is not JSON: with --json only the output goes to standard output.
+    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        return _run(options, stdout)
+
+
+def _run(options: DemoOptions, stdout: TextIO) -> int:
     began = time.monotonic()
     stream = sys.stderr if options.json else sys.stdout
     # Before anything is imported or read: a person should see at once that something happens.
@@ -94,7 +102,7 @@ def run(options: DemoOptions) -> int:
     try:
         from retinue.cluster.demo_output import Output
 
-        output = Output(json=options.json)
+        output = Output(json=options.json, stdout=stdout)
         try:
             job = _prepare(options, began)
             output.introduce(_introduction(job))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from retinue.errors import ValidationFailed
 from retinue.models import ModelClient
-from retinue.tools import IDENTIFIER, Tool, check_tools
+from retinue.tools import IDENTIFIER, Tool, check_kind, check_tools
 
 DEFAULT_MAX_OUTPUT_TOKENS = 1024
 """What an agent asks for at most in one call under a token limit, so that siblings are not starved."""
@@ -46,4 +46,17 @@ class Agent:
                 f"agent {self.name}: model {self.model!r:.80} has no provider_id, model_id and generate()",
                 path=f"agent.{self.name}.model",
             )
+        path = f"agent.{self.name}"
+        check_kind(f"{path}.instructions", self.instructions, str)
+        check_kind(f"{path}.description", self.description, str)
+        check_kind(f"{path}.max_tool_roundtrips", self.max_tool_roundtrips, int)
+        if self.max_output_tokens is not None:
+            check_kind(f"{path}.max_output_tokens", self.max_output_tokens, int)
+            if self.max_output_tokens < 1:
+                raise ValidationFailed(
+                    f"{path}.max_output_tokens must be positive or None, not {self.max_output_tokens}",
+                    path=f"{path}.max_output_tokens",
+                )
+        if self.temperature is not None:
+            check_kind(f"{path}.temperature", self.temperature, int | float)
         object.__setattr__(self, "tools", check_tools(self.tools, f"agent.{self.name}.tools"))

@@ -11,7 +11,7 @@ from retinue.errors import ValidationFailed
 from retinue.event_log import DEFAULT_CAPACITY, check_capacity
 from retinue.grants import Grants
 from retinue.models import ModelClient, ModelRequest
-from retinue.tools import Tool, check_tools
+from retinue.tools import Tool, check_kind, check_tools
 
 EstimateInputTokens = Callable[[ModelRequest, ModelClient], int]
 
@@ -49,15 +49,12 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         check_driver(self.driver)
         check_capacity(self.event_capacity)
-        members: tuple[tuple[str, object, type], ...] = (
-            ("config.grants", self.grants, Grants),
-            ("config.budgets", self.budgets, Budgets),
-        )
-        for path, value, kind in members:
-            if not isinstance(value, kind):
-                raise ValidationFailed(
-                    f"{path} must be a retinue.{kind.__name__}, not {type(value).__name__}", path=path
-                )
+        check_kind("config.grants", self.grants, Grants)
+        check_kind("config.budgets", self.budgets, Budgets)
+        check_kind("config.models", self.models, Mapping)
+        check_kind("config.name", self.name, str)
+        if self.estimate_input_tokens is not None:
+            check_kind("config.estimate_input_tokens", self.estimate_input_tokens, Callable)
         object.__setattr__(self, "tools", check_tools(self.tools, "config.tools"))
         bindings = {role: _binding(role, model) for role, model in self.models.items()}
         object.__setattr__(self, "models", bindings)

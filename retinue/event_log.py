@@ -14,6 +14,7 @@ from retinue.errors import EventGap, InputError, RetinueError
 
 DEFAULT_CAPACITY = 256
 MIN_CAPACITY = 2
+MAX_CAPACITY = 10_000_000
 
 ReadStored = Callable[[int, int], Awaitable[Sequence[tuple[int, bytes]]]]
 """Reads (after, limit) from the store: numbered, encoded events."""
@@ -84,8 +85,11 @@ class EventLog:
 
 def check_capacity(capacity: object) -> None:
     """Raise ``InputError`` unless ``capacity`` is an integer of at least :data:`MIN_CAPACITY`."""
-    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < MIN_CAPACITY:
-        raise InputError(f"event_capacity must be an integer of at least {MIN_CAPACITY}, not {capacity!r}")
+    whole = isinstance(capacity, int) and not isinstance(capacity, bool)
+    if not whole or not MIN_CAPACITY <= int(str(capacity)) <= MAX_CAPACITY:
+        raise InputError(
+            f"event_capacity must be an integer from {MIN_CAPACITY} to {MAX_CAPACITY:,}, not {capacity!r:.80}"
+        )
 
 
 def check_cursor(after: object) -> int:

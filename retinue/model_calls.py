@@ -138,6 +138,12 @@ def _usage_of(response: object, client: ModelClient) -> Usage | None:
     called = f"{client.provider_id} {client.model_id}"
     if not isinstance(response, ModelResponse):
         raise ModelFailed(f"{called} returned {type(response).__name__}, not a ModelResponse")
+    try:
+        # As whoever reads it later would: text that UTF-8 cannot carry, calls without arguments and the like
+        # are found before any tool runs.
+        msgspec.json.decode(msgspec.json.encode(response), type=ModelResponse)
+    except (TypeError, ValueError) as error:
+        raise ModelFailed(f"{called} gave an answer that cannot be kept: {error}") from None
     usage: object = response.usage
     if usage is None:
         return None

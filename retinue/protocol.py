@@ -215,6 +215,8 @@ RootReply = ModelAdmitted | ToolAdmitted | Spawned | Acknowledged | ChildEnded |
 class ChildOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Run this delegate: everything its process needs to know."""
 
+    activation_id: str
+    """Of the root's session: messages of another activation are refused."""
     tree_id: str
     """Run id of the root, where its messages go."""
     root_run_id: str

@@ -20,6 +20,14 @@ MAX_RESULT_BYTES = 65_536
 _CUT_TEXT, _CUT_CODE, _CUT_MESSAGE = 4_096, 128, 2_048
 
 
+def error_text(error: BaseException) -> str:
+    """What an error says, or its type where it says nothing or cannot even be asked."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception:
+        return type(error).__name__
+
+
 class Reason(msgspec.Struct, frozen=True):
     """Why a run ended as it did; ``code`` is from a closed list (contract section 6)."""
 
@@ -30,7 +38,7 @@ class Reason(msgspec.Struct, frozen=True):
     def of(cls, error: BaseException) -> Reason:
         """The reason of an error that escaped: its own code, or ``execution_failed``."""
         code = error.code if isinstance(error, RetinueError) else "execution_failed"
-        return cls(code, str(error) or type(error).__name__)
+        return cls(code, error_text(error))
 
 
 class ArtifactReference(msgspec.Struct, frozen=True, omit_defaults=True):

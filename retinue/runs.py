@@ -52,6 +52,7 @@ MAX_TIMER = 86_400.0
 class SessionState(Protocol):
     """What a run needs of its session: the committed state, and to be told of a commit."""
 
+    activation_id: str
     store: Store
     lease: Lease
     revision: int
@@ -138,7 +139,9 @@ class Run:
             lease=session.lease,
             on_failure=self._events_failed,
         )
-        self.tree = Tree(self.request, config, environment.launcher, self._emit, self._room)
+        self.tree = Tree(
+            self.request, config, environment.launcher, self._emit, self._room, session.activation_id
+        )
         self.hops = 0
         """Remote calls awaited for this run here, on its critical path."""
         self._environment = environment

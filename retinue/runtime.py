@@ -72,10 +72,10 @@ class Runtime:
         if app is None:
             app = RuntimeConfig(
                 driver=driver,  # type: ignore[arg-type]  # checked by RuntimeConfig, with a clear error
-                grants=grants or Grants(),
-                budgets=budgets or Budgets(),
+                grants=Grants() if grants is None else grants,
+                budgets=Budgets() if budgets is None else budgets,
                 tools=tools,
-                models=models or {},
+                models={} if models is None else models,
                 event_capacity=event_capacity,
                 estimate_input_tokens=estimate_input_tokens,
                 name=name,
@@ -84,6 +84,10 @@ class Runtime:
             event_capacity != DEFAULT_CAPACITY
         ):
             raise ValidationFailed("give either an app or its members as keywords, not both", path="app")
+        if not isinstance(app, RuntimeConfig | str):
+            raise ValidationFailed(
+                f"app must be a RuntimeConfig or 'module:factory', not {type(app).__name__}", path="app"
+            )
         self._config = app if isinstance(app, RuntimeConfig) else None
         """The configuration, where it is loaded in this process."""
         self._backend: Backend
@@ -127,7 +131,7 @@ class Runtime:
                 with ``accepted()`` or the result.
         """
         check_identity(identity, session_id)
-        run_id = run_id or new_id("run")
+        run_id = new_id("run") if run_id is None else run_id
         for label, value in (
             ("run_id", run_id),
             ("parent_run_id", parent_run_id),
@@ -283,6 +287,8 @@ def _inprocess_backend(app: RuntimeConfig | str, store: str | StoreEngine | None
 
     owned = store is None or isinstance(store, str)
     engine = open_store(store or MEMORY) if store is None or isinstance(store, str) else store
+    if not hasattr(engine, "execute"):
+        raise ValidationFailed(f"store must be a URL or a store engine, not {store!r:.80}", path="store")
     holder = this_process(new_id("host"), "inprocess")
     return InProcessBackend(engine, owns_engine=owned, holder=holder, app=local_app(app))
 

@@ -342,6 +342,7 @@ class ExecutionServices:
         reply = await self._port.ask(message)
         if isinstance(reply, Rejected):
             if reply.cancelled:
+                self.cancelled = True  # the root says so before its cancellation gets here
                 raise asyncio.CancelledError("the run is being cancelled")
             raise error_from_payload(reply.error)
         return reply

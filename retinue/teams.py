@@ -8,6 +8,7 @@ from typing import Literal
 
 from retinue.agents import Agent
 from retinue.errors import ValidationFailed
+from retinue.tools import check_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,11 @@ class Team:
     synthesis of it."""
 
     def __post_init__(self) -> None:
+        check_kind("team.name", self.name, str)
+        check_kind("team.coordinator", self.coordinator, Agent)
+        check_kind("team.members", self.members, Sequence)
+        for index, member in enumerate(self.members):
+            check_kind(f"team.members[{index}]", member, Agent)
         object.__setattr__(self, "members", tuple(self.members))
         names = [member.name for member in self.members]
         if len(set(names)) != len(names):

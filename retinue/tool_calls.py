@@ -15,6 +15,7 @@ from retinue.errors import ToolFailed
 from retinue.ids import Identity
 from retinue.messages import Content, ToolCall, escape_surrogates
 from retinue.protocol import AdmitTool, ToolAdmitted, ToolDone
+from retinue.results import error_text
 from retinue.tools import Tool, ToolArgumentError, ToolResult, result_text
 from retinue.workers import in_thread
 
@@ -64,7 +65,7 @@ class ToolCalls:
         except ToolArgumentError as error:
             return self._done(call, str(error), error=True)
         except Exception as error:  # a validator of the application's own
-            return self._done(call, f"invalid arguments for {call.name}: {error}", error=True)
+            return self._done(call, f"invalid arguments for {call.name}: {error_text(error)}", error=True)
         verdict = await self._admit(call.name, call.id)
         if not verdict.allowed:
             return self._done(call, f"[denied] {verdict.reason}", error=True, denied=True)
@@ -74,8 +75,8 @@ class ToolCalls:
             if self._services.cancelled or _being_cancelled():
                 raise
             return self._done(call, f"the tool was cancelled from inside: {error}", error=True)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            return self._done(call, f"{type(error).__name__}: {error}", error=True)
+        except BaseException as error:  # whatever a tool raises is its result
+            return self._done(call, f"{type(error).__name__}: {error_text(error)}", error=True)
         if escape_surrogates(text) != text:
             return self._done(call, f"{call.name} gave text with a lone surrogate", error=True)
         return self._done(call, text)

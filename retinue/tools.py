@@ -157,6 +157,13 @@ def tool(
     return lambda target: Tool(target, name=name, description=description)
 
 
+def check_kind(path: str, value: object, kind: Any) -> None:
+    """Raise ``ValidationFailed`` naming ``path`` unless ``value`` is of this kind."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        wanted = getattr(kind, "__name__", str(kind))
+        raise ValidationFailed(f"{path} must be a {wanted}, not {value!r:.80}", path=path)
+
+
 def check_tools(tools: Sequence[object], path: str) -> tuple[Tool, ...]:
     """``tools`` as a tuple; :class:`ValidationFailed` names what is no tool, or a repeated name."""
     checked: list[Tool] = []

@@ -106,7 +106,10 @@ class Tree:
         launcher: ChildLauncher,
         emit: EmitPayload,
         room: Room = lambda: None,
+        activation_id: str = "",
     ) -> None:
+        self.activation_id = activation_id
+        """Of the session that the run is in."""
         self.ledger = BudgetLedger(config.budgets)
         self.root = Participant(request.run_id, "", None, request.attempt_id)
         self.canonical: list[bytes] = []
@@ -265,6 +268,7 @@ class Tree:
         self.ledger.open_account(child.account, parent.account, message.budgets)
         request = self._request
         order = ChildOrder(
+            activation_id=self.activation_id,
             tree_id=self.root.run_id,
             root_run_id=request.root_run_id,
             run_id=child.run_id,

@@ -116,9 +116,20 @@ class Workers:
         self.threads.shutdown(wait=False, cancel_futures=True)
 
 
+def _without_stop_iteration(function: Callable[[], T]) -> T:
+    try:
+        return function()
+    except StopIteration as error:
+        raise RuntimeError("StopIteration was raised: a next() without a default, perhaps") from error
+
+
 async def in_thread(threads: concurrent.futures.Executor, function: Callable[[], T]) -> T:
-    """Run a blocking function in a thread; a cancellation waits until it has returned."""
-    work = threads.submit(contextvars.copy_context().run, function)
+    """Run a blocking function in a thread; a cancellation waits until it has returned.
+
+    Raises:
+        RuntimeError: the function raised ``StopIteration``, which no future and no coroutine can carry.
+    """
+    work = threads.submit(contextvars.copy_context().run, _without_stop_iteration, function)
     waiting = asyncio.wrap_future(work)
     try:
         return await asyncio.shield(waiting)

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from retinue import (
     Agent,
@@ -151,6 +152,30 @@ class Answers(Driver):
         while self.gate and not Path(self.gate).exists():
             await asyncio.sleep(0.02)
         return DriverOutput(text=response.text)
+
+
+@dataclass(frozen=True)
+class Sleeps(Driver):
+    """A delegate that asks for nothing, for a long time."""
+
+    seconds: ClassVar[float] = 40.0
+
+    async def start(self, request: RunRequest, services: ExecutionServices) -> DriverOutput:
+        await asyncio.sleep(self.seconds)
+        return DriverOutput(text="slept")
+
+
+@dataclass(frozen=True)
+class GivesUp(Driver):
+    """Starts delegates, waits as many seconds as its input says, and raises."""
+
+    children: int = 1
+
+    async def start(self, request: RunRequest, services: ExecutionServices) -> DriverOutput:
+        for index in range(self.children):
+            await services.delegate(Sleeps(), "sleep", name=f"child-{index}")
+        await asyncio.sleep(float(str(request.input)))
+        raise RuntimeError("gives up")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class Hosts:
         self.recovered: list[str] = []
         self.returned: list[str] = []
         self.held_elsewhere = False
+        self.silent: set[str] = set()
         self.stillborn = 0
         """So many hosts die as they are activated."""
         self.activating: asyncio.Event | None = None
@@ -72,8 +73,13 @@ class Hosts:
         raise HostGone("gone")
 
     async def ping(self, host: HostReference) -> None:
+        if host.host_id in self.silent:
+            await asyncio.Event().wait()
         if self.dead[host.host_id].is_set():
             raise HostGone("gone")
+
+    def end(self, host: HostReference) -> None:
+        self.dead[host.host_id].set()
 
     async def recover(self, host_id: str) -> None:
         self.recovered.append(host_id)
@@ -167,6 +173,19 @@ async def test_a_host_that_only_seemed_dead_keeps_its_session(directory: Directo
     await directory.host_lost(host.host_id)
     assert hosts.recovered == []
     assert await directory.locate(address("s"), "app") == (host, activation)
+
+
+async def test_a_host_that_answers_nothing_is_ended_and_recovered(
+    directory: Directory, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PING_PERIOD", 0.01)
+    monkeypatch.setattr(module, "SILENCE_LIMIT", 0.05)
+    host, _ = await directory.locate(address("s"), "app")
+    hosts.silent.add(host.host_id)
+    async with asyncio.timeout(5):
+        await hosts.dead[host.host_id].wait()
+        await directory.host_lost(host.host_id)
+    assert hosts.recovered == [host.host_id]
 
 
 async def test_a_spare_that_died_is_replaced_by_the_next(directory: Directory, hosts: Hosts) -> None:
