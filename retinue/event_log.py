@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from typing import cast
 
 from retinue.errors import EventGap, InputError, RetinueError
 
@@ -85,8 +86,8 @@ class EventLog:
 
 def check_capacity(capacity: object) -> None:
     """Raise ``InputError`` unless ``capacity`` is an integer of at least :data:`MIN_CAPACITY`."""
-    whole = isinstance(capacity, int) and not isinstance(capacity, bool)
-    if not whole or not MIN_CAPACITY <= int(str(capacity)) <= MAX_CAPACITY:
+    is_integer = isinstance(capacity, int) and not isinstance(capacity, bool)
+    if not is_integer or not MIN_CAPACITY <= cast(int, capacity) <= MAX_CAPACITY:
         raise InputError(
             f"event_capacity must be an integer from {MIN_CAPACITY} to {MAX_CAPACITY:,}, not {capacity!r:.80}"
         )

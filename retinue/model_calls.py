@@ -138,18 +138,18 @@ def _usage_of(response: object, client: ModelClient) -> Usage | None:
     called = f"{client.provider_id} {client.model_id}"
     if not isinstance(response, ModelResponse):
         raise ModelFailed(f"{called} returned {type(response).__name__}, not a ModelResponse")
+    usage: object = response.usage
+    if usage is not None:
+        problem = usage.problem() if isinstance(usage, Usage) else f"it is a {type(usage).__name__}"
+        if problem:
+            raise ModelFailed(f"{called} reported impossible usage: {problem}")
     try:
         # As whoever reads it later would: text that UTF-8 cannot carry, calls without arguments and the like
         # are found before any tool runs.
         msgspec.json.decode(msgspec.json.encode(response), type=ModelResponse)
     except (TypeError, ValueError) as error:
-        raise ModelFailed(f"{called} gave an answer that cannot be kept: {error}") from None
-    usage: object = response.usage
-    if usage is None:
-        return None
-    problem = usage.problem() if isinstance(usage, Usage) else f"it is a {type(usage).__name__}"
-    if problem:
-        raise ModelFailed(f"{called} reported impossible usage: {problem}")
+        used = None if usage is None else msgspec.to_builtins(usage)
+        raise ModelFailed(f"{called} gave an answer that cannot be kept: {error}", usage=used) from None
     return response.usage
 
 

@@ -442,11 +442,11 @@ async def test_an_answer_that_cannot_be_stored_fails_the_run_by_name(
 ) -> None:
     from tests.support import answering
 
-    for text, named in (("\ud800", "lone surrogate"), (None, "not a message")):
+    for text, named in (("\ud800", "surrogates not allowed"), (None, "Expected `str`")):
         model = answering(text)  # type: ignore[arg-type]
         runtime = local_runtime(driver=agent_driver(Agent(name="a", model=model)))
         result = await soon(runtime.run("x", identity=identity, session_id=session_id))
-        assert (result.status, code_of(result)) == ("failed", "invalid_input")
+        assert (result.status, code_of(result)) == ("failed", "model_failed")
         assert named in why(result)
         assert [m.role for m in (await runtime.sessions.read(identity, session_id)).history] == ["user"]
 
