@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import psutil
@@ -35,15 +36,13 @@ class _Echo:
 def bare_hop_ms(calls: int = 400) -> float:
     """Median milliseconds of one awaited call to a warm async actor with a few bytes, there and back."""
     actor: Any = ray.remote(_Echo).options(num_cpus=0).remote()
-    times = [_timed(lambda: ray.get(actor.echo.remote(b"x" * 200))) for _ in range(calls + 50)][50:]
+    times = asyncio.run(_hops(actor, calls + 50))[50:]
     ray.kill(actor)
     return statistics.median(times) * 1000
 
 
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+async def _hops(actor: Any, calls: int) -> list[float]:
+    return [await timed(actor.echo.remote(b"x" * 200)) for _ in range(calls)]
 
 
 async def timed(work: Awaitable[Any]) -> float:
