@@ -31,7 +31,7 @@ from retinue.actors.names import (
 from retinue.actors.pool import POOL_IDLE, PoolKeeper, PoolOptions
 from retinue.actors.ray_hosts import CONTROL_CALLS, RayHostFactory, RayHosts, actor_options
 from retinue.actors.store_actor import RemoteEngine, StoreDescription, start_store_actor
-from retinue.actors.wire import answered, call, decode, encode, read_reply
+from retinue.actors.wire import accepted, answered, call, decode, encode, read_reply, refused
 from retinue.apps import AppSpec
 from retinue.client import HostGone
 from retinue.errors import (
@@ -216,9 +216,9 @@ class ControlActor:
             _refuse_elsewhere(hello)
             description, handle = await self._open_store(hello.store_url)
         except RetinueError as error:
-            return b"\x01" + encode(error.to_payload()), None
+            return refused(error), None
         welcome = Welcome(store=description, app_known=hello.app_digest in self._hosts.keepers)
-        return b"\x00" + encode(welcome), handle
+        return accepted(welcome), handle
 
     def _start_directory(self) -> Directory:
         if self._directory is None:
@@ -294,9 +294,9 @@ class ControlActor:
         try:
             host, activation_id = await (await self._standing()).locate(address, digest)
         except RetinueError as error:
-            return b"\x01" + encode(error.to_payload()), None
+            return refused(error), None
         whereabouts = Whereabouts(host_id=host.host_id, activation_id=activation_id)
-        return b"\x00" + encode(whereabouts), host.handle
+        return accepted(whereabouts), host.handle
 
     async def resident(self, data: bytes) -> tuple[bytes, Any] | None:
         """Where a session lives, with the host's handle; ``None`` when it is not resident."""

@@ -38,9 +38,19 @@ def decode(data: bytes, kind: object) -> Any:
 async def answered(work: Awaitable[Any]) -> bytes:
     """The result of ``work`` as reply bytes; an error of ours becomes an error reply."""
     try:
-        return _OK + encode(await work)
+        return accepted(await work)
     except RetinueError as error:
-        return _ERROR + encode(error.to_payload())
+        return refused(error)
+
+
+def accepted(value: object) -> bytes:
+    """Reply bytes that carry a value."""
+    return _OK + encode(value)
+
+
+def refused(error: RetinueError) -> bytes:
+    """Reply bytes that carry an error."""
+    return _ERROR + encode(error.to_payload())
 
 
 @overload

@@ -309,11 +309,6 @@ class ExecutionServices:
     def _is_root(self) -> bool:
         return self.participant == ""
 
-    @property
-    def recorded_history(self) -> Sequence[bytes]:
-        """The canonical conversation as encoded, for checking what a driver returns."""
-        return self._history
-
     def emit(self, payload: Payload | Mapping[str, Any]) -> None:
         """Add an event of the application, such as ``Custom(name, data)``; at most 65,536 bytes of JSON.
 

@@ -89,7 +89,6 @@ class Session:
         self.replayable = grant.session.replayable
         self.history = list(grant.session.messages)
         self.state = grant.session.state
-        self.last_used = time.monotonic()
         self.closing: DeactivationReason | None = None
         self.runs_started = 0
         self._config = config
@@ -201,12 +200,10 @@ class Session:
             )
         self._slot = holder
         self._free.clear()
-        self.last_used = time.monotonic()
 
     def _free_slot(self) -> None:
         self._slot = None
         self._free.set()
-        self.last_used = time.monotonic()
 
     def _check_fenced(self, error: BaseException) -> None:
         if isinstance(error, LeaseLost):

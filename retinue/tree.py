@@ -118,7 +118,6 @@ class Tree:
         """Messages by execution id, not committed yet."""
         self.budget: BudgetSnapshot = self.ledger.snapshot()
         """Published for other threads: replaced as a whole, never changed."""
-        self.messages_received = 0
         self.config = config
         self._request = request
         self._launcher = launcher
@@ -135,7 +134,6 @@ class Tree:
 
     def handle(self, message: ParticipantMessage) -> RootReply | Awaitable[RootReply]:
         """The reply to a participant's message; an awaitable where it takes until something happens."""
-        self.messages_received += 1
         room = self._room()
         if room is None and not self._held:
             return self._handle_now(message)
