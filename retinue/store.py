@@ -5,327 +5,92 @@ everything else uses, over an engine in this process or over a store actor. Ever
 the lease it acts under and is refused with :class:`LeaseLost` once a newer epoch stands: that check, inside
 the engine's transaction, is what makes a session single-writer (design: fencing).
 
+The records are in :mod:`retinue.stored`, the operations and replies in :mod:`retinue.store_operations`; all
+can be imported from here.
+
 What crosses is already encoded: messages, events, state and results are JSON bytes, so an engine never
 needs to understand them, and bytes are fixed before the first await of a commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
 
 import msgspec
 
 from retinue.errors import error_from_payload
 from retinue.ids import Identity, SessionAddress
-
-LEASE_PERIOD = 15.0
-"""Seconds after which a lease that was not renewed may be taken over."""
-LEASE_RENEWAL = 5.0
-"""Seconds between renewals."""
-EVENT_BLOCK = 1024
-"""Event numbers that a run reserves at once."""
-
-
-class Guarantees(msgspec.Struct, frozen=True, kw_only=True):
-    """What a store promises; it must be true (contract section 1)."""
-
-    durable: bool
-    compare_and_swap: bool
-    single_writer: Literal["process", "distributed"]
-
-
-class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that holds a lease, described so that others can tell that it is gone."""
-
-    holder_id: str
-    """Unique per activation host; also its name in statistics."""
-    cluster_id: str
-    boot_id: str
-    """Boot of the machine and process-id namespace; process ids mean nothing outside of it."""
-    pid: int
-    started_at: float
-    """Start of the process in seconds after boot, so that a reused process id is not mistaken for it."""
-
-
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to write one session: valid as long as no newer epoch stands."""
-
-    address: SessionAddress
-    epoch: int
-
-
-class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
-    """A session as committed; the defaults are those of an unknown session (contract section 1)."""
-
-    revision: int = 0
-    replayable: bool = True
-    messages: Sequence[bytes] = ()
-    """Canonical history, one JSON document a message, oldest first."""
-    conversations: Mapping[str, Sequence[bytes]] = msgspec.field(default_factory=dict)
-    """Messages by execution id (the root run and each delegate)."""
-    state: bytes = b"{}"
-    """Application state, a JSON object."""
-
-
-class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a run. ``outcome`` is its terminal event as JSON; a record without one still runs."""
-
-    tenant_id: str
-    user_id: str
-    session_id: str
-    run_id: str
-    root_run_id: str
-    parent_run_id: str | None = None
-    app: str
-    """Name of the app or digest of the configuration that ran it."""
-    input: bytes
-    """The input, a JSON content value."""
-    created_at: float
-    """Epoch seconds."""
-    reserved_to: int = EVENT_BLOCK
-    """Highest event number that the run may have used."""
-    final_cursor: int | None = None
-    outcome: bytes | None = None
-
-
-class StoredEvent(msgspec.Struct, frozen=True):
-    """One event by its number; ``body`` is the whole envelope as JSON. Terminal events are not among
-    them: they are the records' outcomes."""
-
-    sequence: int
-    body: bytes
-
-
-class StoredArtifact(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes kept for a session, readable only with its full address."""
-
-    artifact_id: str
-    mime_type: str
-    data: bytes
-
-
-class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended, as part of a commit: its terminal event as JSON, and that event's number."""
-
-    run_id: str
-    outcome: bytes
-    final_cursor: int
-
-
-# --- operations -------------------------------------------------------------------------------------------
-
-
-class AcquireLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Take the session's lease, with a new epoch, and read it.
-
-    Refused with ``session_conflict`` while another holder has it, unless that holder is provably gone
-    (same ``boot_id``, and no process with its pid and start time), is this same ``holder_id``, or was seen
-    by this engine with an unchanged renewal counter for a whole :data:`LEASE_PERIOD` of its own monotonic
-    clock, beginning with the first refusal. The refusal's data has ``holder`` (its id) and ``retry_after``
-    (seconds). A holder that was fenced is refused with ``lease_lost``. Reply: :class:`LeaseGrant`.
-    """
-
-    address: SessionAddress
-    holder: Holder
-
-
-class RenewLeases(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Add one to the renewal counter of each lease that still stands. Reply: :class:`Renewed`."""
-
-    leases: Sequence[Lease]
-
-
-class ReleaseLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Give a lease back. Harmless when it is not (or no longer) held. Reply: :class:`Done`."""
-
-    lease: Lease
-
-
-class FenceHolder(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End every lease of a holder whose death is confirmed: nothing it sends is accepted any more.
-
-    That includes an ``AcquireLease`` that is still on its way: the holder id can hold no lease ever again,
-    and a process that goes on all the same must take a new one. Reply: :class:`Fenced` with the addresses
-    that it held, none at a repeat.
-    """
-
-    holder_id: str
-
-
-class OpenRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Store the record of a new run. A repeat (same run id) gives back what stands.
-
-    Refused with ``invalid_input`` when the record names another session than the lease, or its run id is
-    taken in another session of this identity. Reply: :class:`StoredRun`.
-    """
-
-    lease: Lease
-    record: RunRecord
-
-
-class CommitSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One transaction: a delta of the session, events and an outcome. Reply: :class:`Committed`.
-
-    Refused with ``lease_lost`` when the epoch is not current, with ``session_conflict`` when the stored
-    revision is not ``base_revision``, and with ``not_found`` when this session has no run of the outcome's
-    id. A repeat of the session's last ``commit_id`` gives the first answer, even once the lease is lost: so
-    the fate of a commit whose answer was lost can be looked up.
-    """
-
-    lease: Lease
-    commit_id: str
-    base_revision: int
-    messages: Sequence[bytes] = ()
-    """To append to history."""
-    conversations: Mapping[str, Sequence[bytes]] = msgspec.field(default_factory=dict)
-    """To append, by execution id, which is never empty."""
-    state: bytes | None = None
-    """New state; ``None`` leaves it."""
-    replayable: bool = True
-    events: Sequence[StoredEvent] = ()
-    """Events of the run in ``outcome`` not stored yet; refused with ``invalid_input`` without an outcome."""
-    artifacts: Sequence[StoredArtifact] = ()
-    """To keep; an id that stands already is left alone."""
-    outcome: RunOutcome | None = None
-
-
-class ReplaceSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Overwrite a session with display-only history: revision 0, not replayable, no state (contract
-    section 1, ``import_legacy``). Reply: :class:`Done`."""
-
-    lease: Lease
-    messages: Sequence[bytes]
-
-
-class AppendEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Store events of a run, written behind; numbers that stand already are left alone.
-
-    ``reserve_to`` raises the record's reserved numbers, and never lowers them. Refused with ``not_found``
-    when this session has no such run. Reply: :class:`Done`.
-    """
-
-    lease: Lease
-    run_id: str
-    events: Sequence[StoredEvent]
-    reserve_to: int | None = None
-
-
-class FinishRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Set or replace the outcome of a run, without a session commit.
-
-    Refused with ``not_found`` when this session has no such run. Reply: :class:`Done`.
-    """
-
-    lease: Lease
-    outcome: RunOutcome
-    events: Sequence[StoredEvent] = ()
-    artifacts: Sequence[StoredArtifact] = ()
-
-
-class ReadSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The last commit, without a lease. Reply: :class:`FoundSession`."""
-
-    address: SessionAddress
-
-
-class ReadRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The record of a run of this identity. Reply: :class:`FoundRun`."""
-
-    identity: Identity
-    run_id: str
-
-
-class ReadOpenRuns(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The records of a session without an outcome, oldest first. Reply: :class:`OpenRuns`."""
-
-    address: SessionAddress
-
-
-class ReadEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Stored events of a run with ``sequence > after``, in order. Reply: :class:`EventPage`."""
-
-    identity: Identity
-    run_id: str
-    after: int
-    limit: int
-
-
-class ReadArtifact(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An artifact of exactly this session. Reply: :class:`FoundArtifact`."""
-
-    address: SessionAddress
-    artifact_id: str
-
-
-StoreOperation = (
-    AcquireLease | RenewLeases | ReleaseLease | FenceHolder | OpenRun | CommitSession | ReplaceSession
-    | AppendEvents | FinishRun | ReadSession | ReadRun | ReadOpenRuns | ReadEvents | ReadArtifact
-)  # fmt: skip
-
-
-# --- replies ----------------------------------------------------------------------------------------------
-
-
-class LeaseGrant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    lease: Lease
-    session: StoredSession
-    open_runs: Sequence[RunRecord]
-    """Runs of earlier activations that never ended: the new holder ends them first."""
-
-
-class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    standing: Sequence[bool]
-    """For each lease of the request, whether it still stands."""
-
-
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    pass
-
-
-class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    addresses: Sequence[SessionAddress]
-
-
-class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    revision: int
-
-
-class StoredRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    record: RunRecord
-
-
-class FoundRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    record: RunRecord | None
-
-
-class OpenRuns(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    records: Sequence[RunRecord]
-
-
-class FoundSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    session: StoredSession
-
-
-class EventPage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    events: Sequence[StoredEvent]
-
-
-class FoundArtifact(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    artifact: StoredArtifact | None
-
-
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The operation failed, alone: others of the same list are not touched by it."""
-
-    error: dict[str, Any]
-    """:meth:`retinue.errors.RetinueError.to_payload`."""
-
-
-StoreReply = (
-    LeaseGrant | Renewed | Done | Fenced | Committed | StoredRun | FoundRun | OpenRuns | FoundSession
-    | EventPage | FoundArtifact | Refused
-)  # fmt: skip
+from retinue.store_operations import (
+    PAGE_LIMIT,
+    AcquireLease,
+    AppendEvents,
+    ArtifactIds,
+    BeginRun,
+    CommitSession,
+    Committed,
+    DeleteSession,
+    Done,
+    EventPage,
+    Fenced,
+    FenceHolder,
+    FinishRun,
+    ForkSession,
+    FoundArtifact,
+    FoundRun,
+    FoundSession,
+    LeaseGrant,
+    ListArtifacts,
+    ListRuns,
+    ListSessions,
+    MarkReplayable,
+    OpenRun,
+    OpenRuns,
+    PutArtifacts,
+    ReadArtifact,
+    ReadEvents,
+    ReadOpenRuns,
+    ReadRun,
+    ReadSession,
+    Refused,
+    ReleaseLease,
+    Renewed,
+    RenewLeases,
+    ReplaceSession,
+    RunPage,
+    SessionPage,
+    SessionSummary,
+    StoredRun,
+    StoreOperation,
+    StoreReply,
+)
+from retinue.stored import (
+    EVENT_BLOCK,
+    LEASE_PERIOD,
+    LEASE_RENEWAL,
+    Attestation,
+    Guarantees,
+    Holder,
+    Lease,
+    Origin,
+    RunOutcome,
+    RunRecord,
+    StoredArtifact,
+    StoredEvent,
+    StoredSession,
+)
+
+__all__ = [
+    "EVENT_BLOCK", "LEASE_PERIOD", "LEASE_RENEWAL", "PAGE_LIMIT", "AcquireLease", "AppendEvents",
+    "ArtifactIds", "Attestation", "BeginRun", "CommitSession", "Committed", "DeleteSession", "Done",
+    "EventPage", "FenceHolder", "Fenced", "FinishRun", "ForkSession", "FoundArtifact", "FoundRun",
+    "FoundSession", "Guarantees", "Holder", "Lease", "LeaseGrant", "ListArtifacts", "ListRuns",
+    "ListSessions", "MarkReplayable", "OpenRun", "OpenRuns", "Origin", "PutArtifacts", "ReadArtifact",
+    "ReadEvents", "ReadOpenRuns", "ReadRun", "ReadSession", "Refused", "ReleaseLease", "RenewLeases",
+    "Renewed", "ReplaceSession", "RunOutcome", "RunPage", "RunRecord", "SessionPage", "SessionSummary",
+    "Store", "StoreEngine", "StoreOperation", "StoreReply", "StoreStatistics", "StoredArtifact",
+    "StoredEvent", "StoredRun", "StoredSession",
+]  # fmt: skip
 
 
 class StoreStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -409,6 +174,31 @@ class Store:
     async def commit(self, commit: CommitSession) -> int:
         """Commit a delta; the new revision."""
         return cast(Committed, await self._one(commit)).revision
+
+    async def begin_run(self, lease: Lease, run_id: str) -> None:
+        await self._one(BeginRun(lease=lease, run_id=run_id))
+
+    async def put_artifacts(self, lease: Lease, artifacts: Sequence[StoredArtifact]) -> None:
+        await self._one(PutArtifacts(lease=lease, artifacts=artifacts))
+
+    async def fork(self, fork: ForkSession) -> None:
+        await self._one(fork)
+
+    async def mark_replayable(self, mark: MarkReplayable) -> int:
+        """The new revision."""
+        return cast(Committed, await self._one(mark)).revision
+
+    async def delete(self, lease: Lease) -> None:
+        await self._one(DeleteSession(lease=lease))
+
+    async def list_sessions(self, question: ListSessions) -> Sequence[SessionSummary]:
+        return cast(SessionPage, await self._one(question)).sessions
+
+    async def list_runs(self, question: ListRuns) -> RunPage:
+        return cast(RunPage, await self._one(question))
+
+    async def list_artifacts(self, address: SessionAddress) -> Sequence[str]:
+        return cast(ArtifactIds, await self._one(ListArtifacts(address=address))).ids
 
     async def replace(self, lease: Lease, messages: Sequence[bytes]) -> None:
         await self._one(ReplaceSession(lease=lease, messages=messages))

@@ -82,3 +82,7 @@ class LeaseWatch:
             holder=holder.holder_id,
             retry_after=wait,
         )
+
+    def forget(self, address: SessionAddress) -> None:
+        """Drop what was seen of a session that is deleted."""
+        self._seen.pop(address, None)

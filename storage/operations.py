@@ -7,42 +7,41 @@ nothing behind even where the engine cannot undo.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from retinue.errors import (
-    InputError,
-    LeaseLost,
-    NotFound,
-    RetinueError,
-    SessionConflict,
-    StoreUnavailable,
+from retinue.errors import InputError, LeaseLost, RetinueError, SessionConflict
+from retinue.ids import check_id
+from retinue.storage.checks import (
+    Checks,
+    check_artifacts,
+    check_attestation,
+    check_record,
+    run_of,
+    standing,
+    stands,
 )
-from retinue.ids import Identity, SessionAddress, check_id, check_identity
 from retinue.storage.leases import LeaseWatch
-from retinue.storage.rows import HISTORY, Rows, RunRow, SessionRow
+from retinue.storage.reading import Reading
+from retinue.storage.rows import HISTORY, Rows, SessionRow
 from retinue.store import (
     AcquireLease,
     AppendEvents,
+    BeginRun,
     CommitSession,
     Committed,
+    DeleteSession,
     Done,
-    EventPage,
     Fenced,
     FenceHolder,
     FinishRun,
-    FoundArtifact,
-    FoundRun,
-    FoundSession,
+    ForkSession,
     Lease,
     LeaseGrant,
+    MarkReplayable,
     OpenRun,
-    OpenRuns,
-    ReadArtifact,
-    ReadEvents,
-    ReadOpenRuns,
-    ReadRun,
-    ReadSession,
+    Origin,
+    PutArtifacts,
     ReleaseLease,
     Renewed,
     RenewLeases,
@@ -53,14 +52,6 @@ from retinue.store import (
 )
 
 logger = logging.getLogger(__name__)
-
-READS = (ReadSession, ReadRun, ReadOpenRuns, ReadEvents, ReadArtifact)
-"""Operations that change nothing and need no lease."""
-
-
-def only_reads(operations: Sequence[StoreOperation]) -> bool:
-    """Whether a list may be answered beside the writer."""
-    return all(isinstance(operation, READS) for operation in operations)
 
 
 def refusal_of(operation: StoreOperation, error: Exception) -> RetinueError:
@@ -83,7 +74,7 @@ class Operations:
     """
 
     def __init__(self, store_id: str, watch: LeaseWatch) -> None:
-        self._store_id = store_id
+        self._checks = Checks(store_id)
         self._watch = watch
         self._methods: dict[type[Any], Callable[[Rows, Any], StoreReply]] = {
             AcquireLease: self._acquire,
@@ -91,15 +82,16 @@ class Operations:
             ReleaseLease: self._release,
             FenceHolder: self._fence,
             OpenRun: self._open_run,
+            BeginRun: self._begin_run,
             CommitSession: self._commit,
             ReplaceSession: self._replace,
             AppendEvents: self._append_events,
             FinishRun: self._finish_run,
-            ReadSession: self._read_session,
-            ReadRun: self._read_run,
-            ReadOpenRuns: self._read_open_runs,
-            ReadEvents: self._read_events,
-            ReadArtifact: self._read_artifact,
+            PutArtifacts: self._put_artifacts,
+            ForkSession: self._fork,
+            MarkReplayable: self._mark_replayable,
+            DeleteSession: self._delete,
+            **Reading(self._checks).methods,
         }
 
     def perform(self, rows: Rows, operation: StoreOperation) -> StoreReply:
@@ -113,7 +105,7 @@ class Operations:
 
     def _acquire(self, rows: Rows, operation: AcquireLease) -> LeaseGrant:
         address, holder = operation.address, operation.holder
-        self._check_address(address)
+        self._checks.check_address(address)
         check_id("holder.holder_id", holder.holder_id)
         if rows.is_fenced(holder.holder_id):
             raise LeaseLost(
@@ -135,15 +127,15 @@ class Operations:
     def _renew(self, rows: Rows, operation: RenewLeases) -> Renewed:
         return Renewed(
             standing=[
-                lease.address.store_id == self._store_id and rows.renew_lease(lease.address, lease.epoch)
+                self._checks.is_here(lease.address) and rows.renew_lease(lease.address, lease.epoch)
                 for lease in operation.leases
             ]
         )
 
     def _release(self, rows: Rows, operation: ReleaseLease) -> Done:
         lease = operation.lease
-        row = rows.find_session(lease.address) if lease.address.store_id == self._store_id else None
-        if row is not None and _stands(row, lease):
+        row = rows.find_session(lease.address) if self._checks.is_here(lease.address) else None
+        if row is not None and stands(row, lease):
             rows.end_lease(row.key)
         return Done()
 
@@ -151,49 +143,24 @@ class Operations:
         check_id("holder_id", operation.holder_id)
         return Fenced(addresses=rows.fence_holder(operation.holder_id))
 
-    # --- writing under a lease ---
-
-    def _open_run(self, rows: Rows, operation: OpenRun) -> StoredRun:
-        record, address = operation.record, operation.lease.address
-        if (record.tenant_id, record.user_id, record.session_id) != (
-            address.tenant_id,
-            address.user_id,
-            address.session_id,
-        ):
-            raise InputError(f"the record of run {record.run_id!r} names another session than its lease")
-        check_id("run_id", record.run_id)
-        row = self._leased(rows, operation.lease)
-        standing = rows.read_run(address.identity, record.run_id)
-        if standing is None:
-            rows.add_run(row.key, record)
-            return StoredRun(record=record)
-        if standing.session_id != record.session_id:
-            raise InputError(
-                f"run id {record.run_id!r} is taken, in session {standing.session_id!r}; give each its own",
-                run_id=record.run_id,
-            )
-        return StoredRun(record=standing)
+    # --- a session as a whole ---
 
     def _commit(self, rows: Rows, operation: CommitSession) -> Committed:
         lease, outcome = operation.lease, operation.outcome
         check_id("commit_id", operation.commit_id)
-        self._check_lease(lease)
+        self._checks.check_lease(lease)
         row = rows.find_session(lease.address)
         if row is not None and row.commit_id == operation.commit_id:
             # A repeat, whose first answer was lost: it was committed, whoever has the lease by now.
             return Committed(revision=row.commit_revision)
-        row = _require(row, lease)
-        if row.revision != operation.base_revision:
-            raise SessionConflict(
-                f"session {lease.address.session_id!r} is at revision {row.revision}, and this commit was "
-                f"made from {operation.base_revision}; read the session again",
-                revision=row.revision,
-            )
+        row = standing(row, lease)
+        _check_revision(row, lease, operation.base_revision)
         if operation.events and outcome is None:
             raise InputError("a commit with events must name their run in its outcome")
-        if HISTORY in operation.conversations:
-            raise InputError("an execution id of a conversation must not be empty")
-        run = None if outcome is None else _run_of(rows, row, lease.address, outcome.run_id)
+        for execution_id in operation.conversations:
+            check_id("an execution id of a conversation", execution_id)
+        check_artifacts(operation.artifacts)
+        run = None if outcome is None else run_of(rows, row, lease.address, outcome.run_id)
 
         revision = row.revision + 1
         rows.advance_session(row.key, revision, operation.commit_id, operation.replayable)
@@ -212,15 +179,110 @@ class Operations:
         return Committed(revision=revision)
 
     def _replace(self, rows: Rows, operation: ReplaceSession) -> Done:
-        row = self._leased(rows, operation.lease)
+        row = self._checks.leased(rows, operation.lease)
         rows.clear_session(row.key)
         if operation.messages:
             rows.append_messages(row.key, HISTORY, operation.messages)
         return Done()
 
+    def _put_artifacts(self, rows: Rows, operation: PutArtifacts) -> Done:
+        row = self._checks.leased(rows, operation.lease)
+        check_artifacts(operation.artifacts)
+        if operation.artifacts:
+            rows.add_artifacts(row.key, operation.artifacts)
+        return Done()
+
+    def _fork(self, rows: Rows, operation: ForkSession) -> Committed:
+        lease, address, target = operation.lease, operation.lease.address, operation.target
+        check_id("commit_id", operation.commit_id)
+        self._checks.check_lease(lease)
+        if not self._checks.is_here(target) or target.identity != address.identity:
+            raise InputError(
+                f"session {address.session_id!r} can only be forked within its store and its user's "
+                "sessions; name a target of the same store, tenant and user",
+                field="target",
+            )
+        check_id("target.session_id", target.session_id)
+        existing = rows.find_session(target)
+        if existing is not None and existing.fork_id == operation.commit_id:
+            return Committed(revision=1)  # a repeat, as in a commit
+        row = standing(rows.find_session(address), lease)
+        _check_revision(row, lease, operation.base_revision)
+        size = rows.history_size(row.key)
+        if not 0 <= operation.keep_messages <= size:
+            raise InputError(
+                f"session {address.session_id!r} has {size} messages, of which {operation.keep_messages} "
+                "cannot be taken over",
+                field="keep_messages",
+            )
+        if existing is not None and (existing.holder is not None or not rows.is_blank(existing.key)):
+            raise SessionConflict(
+                f"session {target.session_id!r} exists already; fork to a new one, or delete it first"
+            )
+
+        made = existing or rows.add_session(target)
+        origin = Origin(
+            session_id=address.session_id, revision=row.revision, messages=operation.keep_messages
+        )
+        rows.fork_session(row.key, made.key, operation.commit_id, origin)
+        if operation.keep_state:
+            rows.copy_state(row.key, made.key)
+        return Committed(revision=1)
+
+    def _mark_replayable(self, rows: Rows, operation: MarkReplayable) -> Committed:
+        lease, attestation = operation.lease, operation.attestation
+        check_id("commit_id", operation.commit_id)
+        check_attestation(attestation)
+        self._checks.check_lease(lease)
+        row = rows.find_session(lease.address)
+        if row is not None and row.commit_id == operation.commit_id:
+            return Committed(revision=row.commit_revision)  # a repeat, as in a commit
+        row = standing(row, lease)
+        _check_revision(row, lease, attestation.revision)
+
+        rows.advance_session(row.key, row.revision + 1, operation.commit_id, True)
+        rows.add_attestation(row.key, attestation)
+        return Committed(revision=row.revision + 1)
+
+    def _delete(self, rows: Rows, operation: DeleteSession) -> Done:
+        lease = operation.lease
+        self._checks.check_lease(lease)
+        row = rows.find_session(lease.address)
+        if row is None:
+            return Done()  # a repeat
+        standing(row, lease)
+
+        # No row is left to remember the epoch in, not even the session's ids: all new sessions begin above.
+        rows.raise_epoch_floor(row.epoch)
+        rows.delete_session(row.key)
+        self._watch.forget(lease.address)
+        return Done()
+
+    # --- runs ---
+
+    def _open_run(self, rows: Rows, operation: OpenRun) -> StoredRun:
+        record, address = operation.record, operation.lease.address
+        check_record(record, address)
+        row = self._checks.leased(rows, operation.lease)
+        found = rows.read_run(address.identity, record.run_id)
+        if found is None:
+            rows.add_run(row.key, record)
+            return StoredRun(record=record)
+        if found.session_id != record.session_id:
+            raise InputError(
+                f"run id {record.run_id!r} is taken, in session {found.session_id!r}; give each its own",
+                run_id=record.run_id,
+            )
+        return StoredRun(record=found)
+
+    def _begin_run(self, rows: Rows, operation: BeginRun) -> Done:
+        row = self._checks.leased(rows, operation.lease)
+        rows.begin_run(run_of(rows, row, operation.lease.address, operation.run_id).key)
+        return Done()
+
     def _append_events(self, rows: Rows, operation: AppendEvents) -> Done:
-        row = self._leased(rows, operation.lease)
-        run = _run_of(rows, row, operation.lease.address, operation.run_id)
+        row = self._checks.leased(rows, operation.lease)
+        run = run_of(rows, row, operation.lease.address, operation.run_id)
         if operation.reserve_to is not None:
             rows.reserve_events(run.key, operation.reserve_to)
         if operation.events:
@@ -228,8 +290,9 @@ class Operations:
         return Done()
 
     def _finish_run(self, rows: Rows, operation: FinishRun) -> Done:
-        row = self._leased(rows, operation.lease)
-        run = _run_of(rows, row, operation.lease.address, operation.outcome.run_id)
+        row = self._checks.leased(rows, operation.lease)
+        run = run_of(rows, row, operation.lease.address, operation.outcome.run_id)
+        check_artifacts(operation.artifacts)
         if operation.events:
             rows.add_events(run.key, operation.events)
         if operation.artifacts:
@@ -237,91 +300,12 @@ class Operations:
         rows.finish_run(run.key, operation.outcome)
         return Done()
 
-    # --- reading ---
 
-    def _read_session(self, rows: Rows, operation: ReadSession) -> FoundSession:
-        self._check_address(operation.address)
-        return FoundSession(session=rows.read_session(operation.address))
-
-    def _read_run(self, rows: Rows, operation: ReadRun) -> FoundRun:
-        _check_run(operation.identity, operation.run_id)
-        return FoundRun(record=rows.read_run(operation.identity, operation.run_id))
-
-    def _read_open_runs(self, rows: Rows, operation: ReadOpenRuns) -> OpenRuns:
-        self._check_address(operation.address)
-        return OpenRuns(records=rows.read_open_runs(operation.address))
-
-    def _read_events(self, rows: Rows, operation: ReadEvents) -> EventPage:
-        _check_run(operation.identity, operation.run_id)
-        if operation.limit <= 0:
-            return EventPage(events=())
-        return EventPage(
-            events=rows.read_events(operation.identity, operation.run_id, operation.after, operation.limit)
+def _check_revision(row: SessionRow, lease: Lease, base_revision: int) -> None:
+    """Raise :class:`SessionConflict` unless the stored revision is the one that a change was made from."""
+    if row.revision != base_revision:
+        raise SessionConflict(
+            f"session {lease.address.session_id!r} is at revision {row.revision}, and this change was "
+            f"made from {base_revision}; read the session again",
+            revision=row.revision,
         )
-
-    def _read_artifact(self, rows: Rows, operation: ReadArtifact) -> FoundArtifact:
-        self._check_address(operation.address)
-        return FoundArtifact(artifact=rows.read_artifact(operation.address, operation.artifact_id))
-
-    # --- checks ---
-
-    def _check_address(self, address: SessionAddress) -> None:
-        check_identity(address.identity, address.session_id)
-        if address.store_id != self._store_id:
-            raise StoreUnavailable(
-                f"the address of session {address.session_id!r} belongs to store {address.store_id}, and "
-                f"this is {self._store_id}; open the store that the session is in",
-                reason="other_store",
-            )
-
-    def _leased(self, rows: Rows, lease: Lease) -> SessionRow:
-        """The session's row, if the lease stands."""
-        self._check_lease(lease)
-        return _require(rows.find_session(lease.address), lease)
-
-    def _check_lease(self, lease: Lease) -> None:
-        """A memory store that was restarted is another store: what its leases allowed ended with it."""
-        check_identity(lease.address.identity, lease.address.session_id)
-        if lease.address.store_id != self._store_id:
-            raise LeaseLost(
-                f"the lease of session {lease.address.session_id!r} was given by store "
-                f"{lease.address.store_id}, and this is {self._store_id}"
-            )
-
-
-def _check_run(identity: Identity, run_id: str) -> None:
-    check_id("identity.tenant_id", identity.tenant_id)
-    check_id("identity.user_id", identity.user_id)
-    check_id("run_id", run_id)
-
-
-def _stands(row: SessionRow, lease: Lease) -> bool:
-    return row.holder is not None and row.epoch == lease.epoch
-
-
-def _require(row: SessionRow | None, lease: Lease) -> SessionRow:
-    """The row, if the lease stands; raises :class:`LeaseLost` otherwise."""
-    if row is not None and _stands(row, lease):
-        return row
-    session_id = lease.address.session_id
-    if row is None:
-        raise LeaseLost(f"session {session_id!r} has no lease: this store has never given one")
-    if row.epoch == lease.epoch:
-        raise LeaseLost(
-            f"the lease of session {session_id!r} with epoch {lease.epoch} was released, or its holder fenced"
-        )
-    raise LeaseLost(
-        f"the lease of session {session_id!r} with epoch {lease.epoch} was lost: epoch {row.epoch} stands",
-        epoch=row.epoch,
-    )
-
-
-def _run_of(rows: Rows, row: SessionRow, address: SessionAddress, run_id: str) -> RunRow:
-    """The run's place, if it belongs to this session."""
-    run = rows.find_run(address.identity, run_id)
-    if run is None or run.session_key != row.key:
-        raise NotFound(
-            f"session {address.session_id!r} has no run {run_id!r}; open it before writing to it",
-            run_id=run_id,
-        )
-    return run

@@ -14,9 +14,14 @@ import msgspec
 
 from retinue.ids import Identity, SessionAddress
 from retinue.store import (
+    Attestation,
     Holder,
+    ListRuns,
+    ListSessions,
+    Origin,
     RunOutcome,
     RunRecord,
+    SessionSummary,
     StoredArtifact,
     StoredEvent,
     StoredSession,
@@ -35,6 +40,8 @@ class SessionRow(msgspec.Struct, frozen=True):
     """Id of the last commit, ``None`` before the first."""
     commit_revision: int
     """What the last commit was answered; an import has set ``revision`` back since, perhaps."""
+    fork_id: str | None
+    """Id of the fork that made the session, if one did."""
     epoch: int
     """Of the lease that was given last; it stays when the lease ends."""
     renewals: int
@@ -49,6 +56,14 @@ class RunRow(msgspec.Struct, frozen=True):
     session_key: int
 
 
+class ListedRun(msgspec.Struct, frozen=True):
+    """A run in a list."""
+
+    key: int
+    """Runs opened later have higher ones."""
+    record: RunRecord
+
+
 class Rows(Protocol):
     """One transaction. Methods raise :class:`retinue.errors.DamagedRecord` for what cannot be read."""
 
@@ -57,7 +72,19 @@ class Rows(Protocol):
     def find_session(self, address: SessionAddress) -> SessionRow | None: ...
 
     def add_session(self, address: SessionAddress) -> SessionRow:
-        """A new session with the defaults of an unknown one, epoch 0 and no holder."""
+        """A new session with the defaults of an unknown one, at the epoch floor, without a holder."""
+        ...
+
+    def raise_epoch_floor(self, epoch: int) -> None:
+        """See that sessions added later begin at this epoch or a higher one."""
+        ...
+
+    def delete_session(self, session_key: int) -> None:
+        """Remove a session with all that it keeps, its runs and their events; its ids are nowhere then."""
+        ...
+
+    def list_sessions(self, question: ListSessions) -> Sequence[SessionSummary]:
+        """A page; ``after`` is set, and not before the tenant and user in question."""
         ...
 
     def set_lease(self, session_key: int, epoch: int, holder: Holder) -> None:
@@ -89,7 +116,27 @@ class Rows(Protocol):
     def set_state(self, session_key: int, state: bytes) -> None: ...
 
     def clear_session(self, session_key: int) -> None:
-        """Drop history, conversations and state: revision 0, not replayable. The last commit stays known."""
+        """Drop history, conversations, state, attestations and origin: revision 0, not replayable. The last
+        commit stays known, and the fork that made the session."""
+        ...
+
+    def add_attestation(self, session_key: int, attestation: Attestation) -> None: ...
+
+    def history_size(self, session_key: int) -> int:
+        """Messages of canonical history."""
+        ...
+
+    def is_blank(self, session_key: int) -> bool:
+        """Whether nothing was ever written to a session, but leases."""
+        ...
+
+    def fork_session(self, session_key: int, target_key: int, fork_id: str, origin: Origin) -> None:
+        """Make a blank session a fork: revision 1, ``replayable`` of the session that it is forked from, and
+        the first ``origin.messages`` messages of its history."""
+        ...
+
+    def copy_state(self, session_key: int, target_key: int) -> None:
+        """Give a blank session the state of another."""
         ...
 
     def add_artifacts(self, session_key: int, artifacts: Sequence[StoredArtifact]) -> None:
@@ -97,6 +144,10 @@ class Rows(Protocol):
         ...
 
     def read_artifact(self, address: SessionAddress, artifact_id: str) -> StoredArtifact | None: ...
+
+    def list_artifacts(self, address: SessionAddress) -> Sequence[str]:
+        """The ids, in order."""
+        ...
 
     # runs and events
 
@@ -110,7 +161,15 @@ class Rows(Protocol):
 
     def add_run(self, session_key: int, record: RunRecord) -> None: ...
 
+    def begin_run(self, run_key: int) -> None:
+        """Clear ``queued``."""
+        ...
+
     def finish_run(self, run_key: int, outcome: RunOutcome) -> None: ...
+
+    def list_runs(self, question: ListRuns) -> Sequence[ListedRun]:
+        """A page, highest key first; what is asked for is valid."""
+        ...
 
     def reserve_events(self, run_key: int, reserve_to: int) -> None:
         """Raise the run's reserved event numbers; never lowers them."""
@@ -123,6 +182,20 @@ class Rows(Protocol):
     def read_events(
         self, identity: Identity, run_id: str, after: int, limit: int
     ) -> Sequence[StoredEvent]: ...
+
+
+def new_session(key: int, epoch: int) -> SessionRow:
+    """The row of a session that was just added."""
+    return SessionRow(
+        key=key,
+        revision=0,
+        commit_id=None,
+        commit_revision=0,
+        fork_id=None,
+        epoch=epoch,
+        renewals=0,
+        holder=None,
+    )
 
 
 def conversations_of(

@@ -129,9 +129,12 @@ async def any_content_comes_back(trial: Trial) -> None:
     """Contents come back byte for byte: empty ones, NUL, all of Unicode, a megabyte."""
     lease = await trial.lease()
     record = msgspec.structs.replace(
-        record_of(lease.address, "run"), input=AWKWARD[4], parent_run_id="pa\0rent"
+        record_of(lease.address, "run"), input=AWKWARD[4], parent_run_id="pa\0rent", start=AWKWARD[4]
     )
     expect_equal(await trial.store.open_run(lease, record), record, "a record")
+    expect_equal(await trial.store.read_run(OWNER, "run"), record, "a record that is read")
+    other = await trial.run(lease, "run\0")
+    expect_equal(await trial.store.read_run(OWNER, "run\0"), other, "the run whose id ends in a NUL")
     events = [StoredEvent(number, body) for number, body in enumerate(AWKWARD, start=1)]
     artifacts = [
         StoredArtifact(artifact_id=f"artifact {number}", mime_type="a/b", data=body)

@@ -13,6 +13,7 @@ from retinue.store import (
     Committed,
     Lease,
     OpenRun,
+    PutArtifacts,
     ReadArtifact,
     ReadSession,
     ReleaseLease,
@@ -25,11 +26,14 @@ from retinue.store import (
 from retinue.testing.store_trial import (
     OWNER,
     Trial,
+    artifact_of,
     commit_of,
     expect,
     expect_equal,
     expect_refused,
+    fork_of,
     live_holder,
+    mark_of,
     outcome_of,
     record_of,
     refused_code,
@@ -73,9 +77,18 @@ async def nonsense_is_refused_alone(trial: Trial) -> None:
         *(ReadSession(address=address) for address in bad),
         commit_of(lease, 0, commit_id=""),
         commit_of(lease, 0, conversations={"": [b"x"]}),
+        commit_of(lease, 0, conversations={"\ud800": [b"x"]}),
+        commit_of(lease, 0, artifacts=[artifact_of("\ud800")]),
+        PutArtifacts(lease=lease, artifacts=[artifact_of("fine"), artifact_of("")]),
+        OpenRun(lease=lease, record=msgspec.structs.replace(record_of(lease.address, "r"), app="\ud800")),
+        fork_of(lease, 0, "\ud800", 0),
+        mark_of(lease, 0, why="\ud800"),
+        mark_of(lease, 0, at=float("nan")),
         commit_of(lease, 0, messages=[b"1"]),
     )
-    expect_equal([refused_code(reply) for reply in replies], ["invalid_input"] * 10 + [None], "the refusals")
+    wanted = ["invalid_input"] * (len(replies) - 1) + [None]
+    expect_equal([refused_code(reply) for reply in replies], wanted, "the refusals")
+    expect_equal(await trial.store.list_artifacts(lease.address), [], "artifacts of refused operations")
     for address in bad:
         await expect_refused("invalid_input", trial.store.read_session(address), "a read of a bad address")
     expect_equal((await trial.store.read_session(lease.address)).revision, 1, "the revision")

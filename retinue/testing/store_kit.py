@@ -19,13 +19,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retinue.testing import store_commit_rules, store_engine_rules, store_lease_rules, store_run_rules
+from retinue.testing import (
+    store_commit_rules,
+    store_engine_rules,
+    store_lease_rules,
+    store_list_rules,
+    store_run_rules,
+    store_session_rules,
+)
 from retinue.testing.store_trial import STORE_RULES, OpenEngine, StoreRule, StoreRuleBroken
 
 __all__ = ["STORE_RULES", "OpenEngine", "StoreRule", "StoreRuleBroken", "check_store_engine"]
 
 
-RULE_MODULES = (store_lease_rules, store_commit_rules, store_run_rules, store_engine_rules)
+RULE_MODULES = (
+    store_lease_rules,
+    store_commit_rules,
+    store_run_rules,
+    store_session_rules,
+    store_list_rules,
+    store_engine_rules,
+)
 """Where the rules are; importing them has filled :data:`STORE_RULES`."""
 
 

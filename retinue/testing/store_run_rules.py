@@ -13,7 +13,9 @@ from retinue.store import (
 from retinue.testing.store_trial import (
     OWNER,
     STRANGER,
+    WRITES_OF_A_RUN,
     Trial,
+    artifact_of,
     commit_of,
     expect,
     expect_equal,
@@ -53,9 +55,9 @@ async def a_run_belongs_to_one_session(trial: Trial) -> None:
     await expect_refused("invalid_input", trial.run(other), "a run id that another session has")
     expect_equal((await trial.run(stranger)).tenant_id, "other", "the same run id of another tenant")
     await trial.store.append_events(stranger, "run", [StoredEvent(1, b"theirs")])
-    for what, call in writes_under(trial, other).items():
-        if what not in ("replace", "open_run"):
-            await expect_refused("not_found", call(), f"{what} of another session's run")
+    calls = writes_under(trial, other)
+    for what in WRITES_OF_A_RUN:
+        await expect_refused("not_found", calls[what](), f"{what} of another session's run")
     expect_equal(
         (await trial.store.read_session(other.address)).revision, 0, "revision after a refused commit"
     )
@@ -104,6 +106,38 @@ async def an_outcome_ends_a_run(trial: Trial) -> None:
 
 
 @rule
+async def a_queued_run_waits_until_it_begins(trial: Trial) -> None:
+    """A queued run keeps what it was started with; it is open, in the order of opening, until it ends."""
+    lease = await trial.lease()
+    queued = [
+        msgspec.structs.replace(record_of(lease.address, run_id), queued=True, start=start)
+        for run_id, start in (("z", b'{"if_busy":"queue"}'), ("a", bytes(range(256))), ("m", b""))
+    ]
+    await trial.run(lease)
+    for record in queued:
+        expect_equal(await trial.store.open_run(lease, record), record, "the record of a queued run")
+    for _ in range(2):
+        await trial.store.begin_run(lease, "z")
+    begun = msgspec.structs.replace(queued[0], queued=False)
+    expect_equal(
+        await trial.store.open_run(lease, queued[0]), begun, "a repeat of its opening, once it began"
+    )
+    expect_equal(await trial.store.read_run(OWNER, "z"), begun, "the run that began")
+    await trial.store.release(lease)
+    grant = await trial.acquire("next")
+    wanted = [record_of(lease.address, "run"), begun, *queued[1:]]
+    expect_equal(grant.open_runs, wanted, "the open runs")
+    cancelled = FinishRun(lease=grant.lease, outcome=outcome_of("a", b'"cancelled in the queue"', cursor=2))
+    await trial.store.finish_run(cancelled)
+    await trial.store.begin_run(grant.lease, "m")
+    wanted = [record_of(lease.address, "run"), begun, msgspec.structs.replace(queued[2], queued=False)]
+    expect_equal(await trial.store.read_open_runs(lease.address), wanted, "what is open after a cancel")
+    await expect_refused(
+        "not_found", trial.store.begin_run(grant.lease, "none"), "the begin of an unknown run"
+    )
+
+
+@rule
 async def an_event_is_stored_once(trial: Trial) -> None:
     """A number that stands is left alone; reserved numbers only rise; pages are in order and end."""
     lease = await trial.lease()
@@ -138,5 +172,12 @@ async def an_artifact_is_its_sessions_own(trial: Trial) -> None:
     expect_equal(await trial.store.read_artifact(lease.address, "b"), second, "the second")
     for other in (trial.address("other"), trial.address(tenant="other"), trial.address(user="other")):
         expect_equal(await trial.store.read_artifact(other, "a"), None, f"what {other.session_key} sees")
+    await trial.store.put_artifacts(lease, [changed, artifact_of("c"), artifact_of("0"), artifact_of("é\0")])
+    await trial.store.put_artifacts(lease, [])
+    expect_equal(await trial.store.read_artifact(lease.address, "c"), artifact_of("c"), "one put beside")
+    expect_equal((await trial.store.read_session(lease.address)).revision, 1, "the revision")
     await trial.store.replace(lease, [])
     expect_equal(await trial.store.read_artifact(lease.address, "a"), first, "the first, after an import")
+    ids = ["0", "a", "b", "c", "é\0"]
+    expect_equal(await trial.store.list_artifacts(lease.address), ids, "the ids")
+    expect_equal(await trial.store.list_artifacts(trial.address("other")), [], "another session's ids")

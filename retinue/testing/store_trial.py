@@ -11,15 +11,19 @@ import msgspec
 from retinue.errors import RetinueError
 from retinue.ids import Identity, SessionAddress
 from retinue.store import (
+    Attestation,
     CommitSession,
     FinishRun,
+    ForkSession,
     Holder,
     Lease,
     LeaseGrant,
+    MarkReplayable,
     Refused,
     RunOutcome,
     RunRecord,
     Store,
+    StoredArtifact,
     StoredEvent,
     StoreEngine,
     StoreReply,
@@ -137,6 +141,28 @@ def commit_of(lease: Lease, base_revision: int, **parts: Any) -> CommitSession:
     return CommitSession(lease=lease, base_revision=base_revision, **parts)
 
 
+def fork_of(lease: Lease, base_revision: int, target: str, keep_messages: int, **parts: Any) -> ForkSession:
+    """A fork to another session of the same user, with a fresh id."""
+    parts.setdefault("commit_id", f"fork_{uuid.uuid4().hex}")
+    address = msgspec.structs.replace(lease.address, session_id=target)
+    return ForkSession(
+        lease=lease, base_revision=base_revision, target=address, keep_messages=keep_messages, **parts
+    )
+
+
+def mark_of(lease: Lease, revision: int, **parts: Any) -> MarkReplayable:
+    """An attestation with a fresh id; ``parts`` are the attestation's."""
+    commit_id = parts.pop("commit_id", f"mark_{uuid.uuid4().hex}")
+    told = {"by": "a reviewer", "why": "every call has its result", "at": 1_700_000_001.5, **parts}
+    return MarkReplayable(
+        lease=lease, commit_id=commit_id, attestation=Attestation(revision=revision, **told)
+    )
+
+
+def artifact_of(artifact_id: str = "artifact", data: bytes = b"data") -> StoredArtifact:
+    return StoredArtifact(artifact_id=artifact_id, mime_type="text/plain", data=data)
+
+
 def outcome_of(
     run_id: str = "run", outcome: bytes = b'{"status":"completed"}', cursor: int = 5
 ) -> RunOutcome:
@@ -175,13 +201,25 @@ def _plain(value: object) -> bytes:
     return msgspec.json.encode(value, order="sorted")
 
 
+WRITES_OF_A_RUN = ("commit", "append_events", "finish_run", "begin_run")
+"""Those of :func:`writes_under` that need the run that they name."""
+
+
 def writes_under(trial: Trial, lease: Lease) -> dict[str, Callable[[], Awaitable[object]]]:
-    """One call of each writing operation under a lease, for the run called ``run``."""
+    """One call of each writing operation under a lease, for the run called ``run`` and from revision 0.
+
+    The last one deletes the session.
+    """
     store = trial.store
     return {
         "commit": lambda: store.commit(commit_of(lease, 0, outcome=outcome_of())),
         "replace": lambda: store.replace(lease, []),
         "open_run": lambda: store.open_run(lease, record_of(lease.address, "a new run")),
+        "begin_run": lambda: store.begin_run(lease, "run"),
         "append_events": lambda: store.append_events(lease, "run", [StoredEvent(1, b"x")]),
         "finish_run": lambda: store.finish_run(FinishRun(lease=lease, outcome=outcome_of())),
+        "put_artifacts": lambda: store.put_artifacts(lease, [artifact_of()]),
+        "fork": lambda: store.fork(fork_of(lease, 0, "a new session", 0)),
+        "mark_replayable": lambda: store.mark_replayable(mark_of(lease, 0)),
+        "delete": lambda: store.delete(lease),
     }

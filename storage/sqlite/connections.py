@@ -155,6 +155,7 @@ class StoreFile:
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.execute("PRAGMA cell_size_check = ON")
+        connection.execute("PRAGMA secure_delete = ON")  # what a user deletes is not left in free pages
         connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         connection.execute(f"PRAGMA journal_size_limit = {4 * CHECKPOINT_PAGES * 4096}")
         return migrate(connection, self.url, migrations)

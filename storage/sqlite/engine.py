@@ -10,7 +10,8 @@ from pathlib import Path
 
 from retinue.storage.holders import provably_gone
 from retinue.storage.leases import LeaseWatch
-from retinue.storage.operations import Operations, only_reads
+from retinue.storage.operations import Operations
+from retinue.storage.reading import only_reads
 from retinue.storage.sqlite.connections import StoreFile
 from retinue.storage.sqlite.migrations import Migration, shipped
 from retinue.storage.sqlite.readers import Readers

@@ -2,7 +2,8 @@
 
 A statement begins with ``-- name: <name>``. Every statement must say whose rows it touches: by the full
 identity, or by a key that a search by identity gave. One that does neither is refused when this module is
-imported, unless its heading says ``across tenants`` and why: so nobody can add an unscoped read by mistake.
+imported, unless its heading says ``across tenants``, ``across users`` (of one tenant) or ``across sessions``
+(of one user), and why: so nobody can add an unscoped read by mistake.
 """
 
 from __future__ import annotations
@@ -11,11 +12,19 @@ import re
 from functools import lru_cache
 from importlib import resources
 
-_HEADING = re.compile(r"^-- name: (?P<name>\w+)(?P<across> \(across tenants: .+\))?$", re.MULTILINE)
+_HEADING = re.compile(
+    r"^-- name: (?P<name>\w+)( \(across (?P<across>tenants|users|sessions): .+\))?$", re.MULTILINE
+)
+_SCOPES = {
+    "tenants": re.compile(""),
+    "users": re.compile(r"\bWHERE tenant_id = :tenant_id\b"),
+    "sessions": re.compile(r"\bWHERE tenant_id = :tenant_id AND user_id = :user_id\b"),
+}
+"""What a statement must say whose heading lets it go across some of them."""
 _BY_IDENTITY = re.compile(
     r"\btenant_id = :tenant_id AND (\w+\.)?user_id = :user_id AND (\w+\.)?(session|run)_id = :\3_id\b"
 )
-_BY_KEY = re.compile(r"\bWHERE (session|run|conversation)_key = :\1_key\b")
+_BY_KEY = re.compile(r"\bWHERE (\w+\.)?(session|run|conversation)_key = :\2_key\b")
 _INSERT = re.compile(
     r"^INSERT INTO \w+ \(\s*(tenant_id, user_id, session_id|(session|run|conversation)_key)\b"
 )
@@ -34,16 +43,19 @@ def parse(text: str) -> dict[str, str]:
         sql = text[heading.end() : following.start() if following else None].strip().rstrip(";")
         if name in statements:
             raise ValueError(f"statement {name!r} stands twice")
-        if heading["across"] is None and not _is_scoped(sql):
+        if not _is_scoped(sql, heading["across"]):
             raise ValueError(f"statement {name!r} does not say whose rows it touches")
         statements[name] = sql
     return statements
 
 
-def _is_scoped(sql: str) -> bool:
+def _is_scoped(sql: str, across: str | None) -> bool:
+    if across is not None:
+        return _SCOPES[across].search(sql) is not None
+    reads = _BY_IDENTITY.search(sql) is not None or _BY_KEY.search(sql) is not None
     if sql.startswith("INSERT"):
-        return _INSERT.search(sql) is not None
-    return _BY_IDENTITY.search(sql) is not None or _BY_KEY.search(sql) is not None
+        return _INSERT.search(sql) is not None and (reads or "SELECT" not in sql)
+    return reads
 
 
 @lru_cache(maxsize=1)

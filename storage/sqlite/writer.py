@@ -24,7 +24,7 @@ from retinue.storage.operations import Operations, refusal_of
 from retinue.storage.sqlite.connections import StoreFile
 from retinue.storage.sqlite.failures import is_damage, refusal_of_row, unavailable
 from retinue.storage.sqlite.rows import SQLiteRows
-from retinue.store import Committed, Refused, StoreOperation, StoreReply
+from retinue.store import Committed, DeleteSession, Refused, StoreOperation, StoreReply
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,19 @@ class Writer:
         for request, answers in zip(group, replies, strict=True):
             self.counts.writes += len(request.operations)
             self.counts.commits += sum(isinstance(reply, Committed) for reply in answers)
+        if any(isinstance(operation, DeleteSession) for request in group for operation in request.operations):
+            self._empty_log()
         return replies
+
+    def _empty_log(self) -> None:
+        """Copy the write-ahead log into the file and cut it: what was deleted would stay readable in it.
+
+        A reader of another process may keep SQLite from it; then the next deletion or the end does it.
+        """
+        try:
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        except sqlite3.Error:
+            logger.warning("%s: the log could not be emptied after a deletion", self._file.url, exc_info=True)
 
     def _roll_back(self) -> None:
         if not self._connection.in_transaction:

@@ -1,11 +1,25 @@
 -- name: find_session
-SELECT session_key, revision, commit_id, commit_revision, epoch, renewals, holder
+SELECT session_key, revision, commit_id, commit_revision, fork_id, epoch, renewals, holder
 FROM session
 WHERE tenant_id = :tenant_id AND user_id = :user_id AND session_id = :session_id;
 
 -- name: add_session
-INSERT INTO session (tenant_id, user_id, session_id)
-VALUES (:tenant_id, :user_id, :session_id);
+INSERT INTO session (tenant_id, user_id, session_id, epoch)
+VALUES (:tenant_id, :user_id, :session_id, :epoch);
+
+-- name: read_epoch_floor (across tenants: a number of the store, nobody's own)
+SELECT value
+FROM meta
+WHERE name = 'epoch_floor';
+
+-- name: set_epoch_floor (across tenants: as above)
+UPDATE meta
+SET value = :epoch
+WHERE name = 'epoch_floor';
+
+-- name: delete_session
+DELETE FROM session
+WHERE session_key = :session_key;
 
 -- name: set_lease
 UPDATE session
@@ -43,75 +57,47 @@ SELECT 1
 FROM fenced_holder
 WHERE holder_id = :holder_id;
 
--- name: read_session
-SELECT session.revision, session.replayable, state.body, state.checksum
+-- name: list_sessions (across tenants: for operators)
+SELECT
+    tenant_id, user_id, session_id, revision, replayable,
+    (SELECT size FROM conversation WHERE session_key = session.session_key AND execution_id = ''),
+    (SELECT count(*) FROM run WHERE run.session_key = session.session_key),
+    (
+        SELECT count(*) FROM run INDEXED BY run_open
+        WHERE run.session_key = session.session_key AND outcome IS NULL
+    ),
+    holder_id
 FROM session
-LEFT JOIN state ON state.session_key = session.session_key
-WHERE session.tenant_id = :tenant_id AND session.user_id = :user_id AND session.session_id = :session_id;
+WHERE (tenant_id, user_id, session_id) > (:after_tenant, :after_user, :after_session)
+ORDER BY tenant_id, user_id, session_id
+LIMIT :limit;
 
--- name: read_conversations
-SELECT conversation.execution_id, conversation.size
+-- name: list_sessions_of_tenant (across users: of one tenant)
+SELECT
+    tenant_id, user_id, session_id, revision, replayable,
+    (SELECT size FROM conversation WHERE session_key = session.session_key AND execution_id = ''),
+    (SELECT count(*) FROM run WHERE run.session_key = session.session_key),
+    (
+        SELECT count(*) FROM run INDEXED BY run_open
+        WHERE run.session_key = session.session_key AND outcome IS NULL
+    ),
+    holder_id
 FROM session
-JOIN conversation ON conversation.session_key = session.session_key
-WHERE session.tenant_id = :tenant_id AND session.user_id = :user_id AND session.session_id = :session_id;
+WHERE tenant_id = :tenant_id AND (user_id, session_id) > (:after_user, :after_session)
+ORDER BY user_id, session_id
+LIMIT :limit;
 
--- name: read_messages
-SELECT conversation.execution_id, message.position, message.body, message.checksum
+-- name: list_sessions_of_user (across sessions: of one user)
+SELECT
+    tenant_id, user_id, session_id, revision, replayable,
+    (SELECT size FROM conversation WHERE session_key = session.session_key AND execution_id = ''),
+    (SELECT count(*) FROM run WHERE run.session_key = session.session_key),
+    (
+        SELECT count(*) FROM run INDEXED BY run_open
+        WHERE run.session_key = session.session_key AND outcome IS NULL
+    ),
+    holder_id
 FROM session
-JOIN conversation ON conversation.session_key = session.session_key
-JOIN message ON message.conversation_key = conversation.conversation_key
-WHERE session.tenant_id = :tenant_id AND session.user_id = :user_id AND session.session_id = :session_id
-ORDER BY conversation.execution_id, message.position;
-
--- name: advance_session
-UPDATE session
-SET revision = :revision, commit_id = :commit_id, commit_revision = :revision, replayable = :replayable
-WHERE session_key = :session_key;
-
--- name: clear_session
-UPDATE session
-SET revision = 0, replayable = 0
-WHERE session_key = :session_key;
-
--- name: clear_conversations
-DELETE FROM conversation
-WHERE session_key = :session_key;
-
--- name: clear_state
-DELETE FROM state
-WHERE session_key = :session_key;
-
--- name: find_conversation
-SELECT conversation_key, size
-FROM conversation
-WHERE session_key = :session_key AND execution_id = :execution_id;
-
--- name: add_conversation
-INSERT INTO conversation (session_key, execution_id, size)
-VALUES (:session_key, :execution_id, :size);
-
--- name: grow_conversation
-UPDATE conversation
-SET size = :size
-WHERE conversation_key = :conversation_key;
-
--- name: add_message
-INSERT INTO message (conversation_key, position, body, checksum)
-VALUES (:conversation_key, :position, :body, :checksum);
-
--- name: set_state
-INSERT INTO state (session_key, body, checksum)
-VALUES (:session_key, :body, :checksum)
-ON CONFLICT (session_key) DO UPDATE SET body = excluded.body, checksum = excluded.checksum;
-
--- name: add_artifact
-INSERT INTO artifact (session_key, artifact_id, mime_type, body, checksum)
-VALUES (:session_key, :artifact_id, :mime_type, :body, :checksum)
-ON CONFLICT (session_key, artifact_id) DO NOTHING;
-
--- name: read_artifact
-SELECT artifact.mime_type, artifact.body, artifact.checksum
-FROM session
-JOIN artifact ON artifact.session_key = session.session_key
-WHERE session.tenant_id = :tenant_id AND session.user_id = :user_id AND session.session_id = :session_id
-    AND artifact.artifact_id = :artifact_id;
+WHERE tenant_id = :tenant_id AND user_id = :user_id AND session_id > :after_session
+ORDER BY session_id
+LIMIT :limit;

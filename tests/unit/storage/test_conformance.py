@@ -8,8 +8,20 @@ import msgspec
 import pytest
 
 from retinue.ids import SessionAddress
-from retinue.storage.memory import MemoryEngine, MemoryRows
-from retinue.store import CommitSession, Guarantees, StoredSession, StoreEngine, StoreOperation, StoreReply
+from retinue.storage.memory import MemoryEngine
+from retinue.storage.memory_rows import MemoryRows
+from retinue.store import (
+    CommitSession,
+    Guarantees,
+    ListRuns,
+    ListSessions,
+    Origin,
+    RunRecord,
+    StoredSession,
+    StoreEngine,
+    StoreOperation,
+    StoreReply,
+)
 from retinue.testing.store_kit import STORE_RULES, OpenEngine, StoreRule, StoreRuleBroken, check_store_engine
 from tests.unit.storage.world import KINDS, World
 
@@ -113,6 +125,65 @@ class RewritesEvents(MemoryRows):
         self._runs[run_key].events.update({event.sequence: event for event in events})
 
 
+class BeginsAnew(MemoryRows):
+    """Remembers no epochs of what was deleted."""
+
+    def raise_epoch_floor(self, epoch: int) -> None:
+        pass
+
+
+class KeepsRuns(MemoryRows):
+    """Deletes a session, but not its runs."""
+
+    def delete_session(self, session_key: int) -> None:
+        self._sessions[session_key].runs.clear()
+        super().delete_session(session_key)
+
+
+class ForksOverAnything(MemoryRows):
+    """Takes every session that nobody holds for one that was never written to."""
+
+    def is_blank(self, session_key: int) -> bool:
+        return True
+
+
+class ForksByReference(MemoryRows):
+    """Gives a fork the list of messages of the session that it was forked from."""
+
+    def fork_session(self, session_key: int, target_key: int, fork_id: str, origin: Origin) -> None:
+        super().fork_session(session_key, target_key, fork_id, origin)
+        self._sessions[target_key].messages = self._sessions[session_key].messages
+
+
+class ForgetsWhoVouched(MemoryRows):
+    """Drops attestations with the next commit."""
+
+    def advance_session(self, session_key: int, revision: int, commit_id: str, replayable: bool) -> None:
+        super().advance_session(session_key, revision, commit_id, replayable)
+        self._sessions[session_key].attestations = []
+
+
+class StartsQueuedRuns(MemoryRows):
+    """Stores no run as queued."""
+
+    def add_run(self, session_key: int, record: RunRecord) -> None:
+        super().add_run(session_key, msgspec.structs.replace(record, queued=False))
+
+
+class ListsOldestFirst(MemoryRows):
+    """Turns a page of runs round."""
+
+    def list_runs(self, question: ListRuns) -> Any:
+        return super().list_runs(question)[::-1]
+
+
+class ListsAllTenants(MemoryRows):
+    """Lists sessions whoever asks."""
+
+    def list_sessions(self, question: ListSessions) -> Any:
+        return super().list_sessions(msgspec.structs.replace(question, tenant_id=None, user_id=None))
+
+
 def _joined(address: SessionAddress) -> SessionAddress:
     joined = f"{address.tenant_id}:{address.user_id}:{address.session_id}"
     return msgspec.structs.replace(address, tenant_id="", user_id="", session_id=joined)
@@ -127,6 +198,14 @@ def _joined(address: SessionAddress) -> SessionAddress:
         (ForgetsCommits, "a_repeated_commit_has_no_second_effect"),
         (ForgetsCommits, "a_cancelled_caller_leaves_the_store_whole"),
         (RewritesEvents, "an_event_is_stored_once"),
+        (BeginsAnew, "nothing_late_reaches_a_new_session"),
+        (KeepsRuns, "a_deleted_session_leaves_nothing"),
+        (ForksOverAnything, "a_fork_is_refused_whole"),
+        (ForksByReference, "a_fork_begins_with_a_prefix"),
+        (ForgetsWhoVouched, "an_attestation_makes_replayable"),
+        (StartsQueuedRuns, "a_queued_run_waits_until_it_begins"),
+        (ListsOldestFirst, "runs_are_listed_newest_first"),
+        (ListsAllTenants, "sessions_are_listed_in_order"),
     ],
 )
 async def test_the_kit_notices_a_broken_store(rows: type[MemoryRows], rule: str) -> None:

@@ -1,7 +1,8 @@
 """Leases and commits under any interleaving, against a model: two writers are never accepted in one epoch.
 
-Several holders acquire, renew, release, commit and die in any order, with leases of any age; the clock moves,
-and SQLite files are closed and opened. The model is the seam's text in a few lines; every answer must be its.
+Several holders acquire, renew, release, commit, fork, delete and die in any order, with leases of any age;
+the clock moves, and SQLite files are closed and opened. The model is the seam's text in a few lines; every
+answer must be its.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hypothesis.stateful import (
 from retinue.errors import RetinueError
 from retinue.ids import SessionAddress
 from retinue.store import LEASE_PERIOD, CommitSession, Lease, Store
-from retinue.testing.store_trial import commit_of, live_holder
+from retinue.testing.store_trial import commit_of, fork_of, live_holder, mark_of
 from tests.unit.storage.world import KINDS, World
 
 SESSIONS = ("one", "two")
@@ -41,8 +42,12 @@ HOLDERS = ("anna", "bert", "cleo", "dora")
 class ModelSession:
     """What the seam says of one session."""
 
-    def __init__(self) -> None:
-        self.epoch = 0
+    def __init__(self, epoch: int = 0) -> None:
+        self.exists = False
+        """Whether it has a row: once it was acquired or made by a fork, until it is deleted."""
+        self.written = False
+        """Whether there was more than leases."""
+        self.epoch = epoch
         self.holder: str | None = None
         self.renewals = 0
         self.seen: tuple[int, int, float] | None = None
@@ -74,6 +79,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.owners: dict[tuple[str, int], str] = {}
         """Who was given which session's epoch."""
         self.count = 0
+        self.floor = 0
+        """The highest epoch that went with a deletion."""
+        self.buried: list[CommitSession] = []
+        """Last commits of deleted sessions."""
 
     @initialize()
     def begin(self) -> None:
@@ -102,6 +111,10 @@ class StoreMachine(RuleBasedStateMachine):
     def of(self, lease: Lease) -> ModelSession:
         return self.sessions[lease.address.session_id]
 
+    def epoch_of(self, session: ModelSession) -> int:
+        """The epoch that stands, or that a new session begins with."""
+        return session.epoch if session.exists else self.floor
+
     def next_commit(self, lease: Lease, base_revision: int) -> CommitSession:
         self.count += 1
         return commit_of(
@@ -121,6 +134,7 @@ class StoreMachine(RuleBasedStateMachine):
         session.messages += commit.messages
         session.replayable = commit.replayable
         session.last, session.last_revision = commit, session.revision
+        session.written = True
         owner = self.owners[commit.lease.address.session_id, commit.lease.epoch]
         session.writers.setdefault(commit.lease.epoch, set()).add(owner)
         return session.revision
@@ -140,7 +154,8 @@ class StoreMachine(RuleBasedStateMachine):
             if self.world.now - session.seen[2] < LEASE_PERIOD:
                 assert reply == "session_conflict"
                 return multiple()
-        session.epoch, session.holder, session.renewals, session.seen = session.epoch + 1, holder, 0, None
+        session.epoch = self.epoch_of(session) + 1
+        session.exists, session.holder, session.renewals, session.seen = True, holder, 0, None
         assert reply.lease.epoch == session.epoch
         assert reply.session.revision == session.revision
         assert list(reply.session.messages) == session.messages
@@ -222,6 +237,68 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert reply is None
         session.revision, session.messages, session.replayable = 0, [b"imported"], False
+        session.written = True
+
+    @rule(lease=leases)
+    def delete(self, lease: Lease) -> None:
+        session = self.of(lease)
+        reply = self.answer(self.store.delete(lease))
+        if session.exists and not session.stands(lease):
+            assert reply == "lease_lost"
+            return
+        assert reply is None
+        if session.exists:
+            self.floor = max(self.floor, session.epoch)
+            if session.last is not None:
+                self.buried.append(session.last)
+            self.sessions[lease.address.session_id] = ModelSession()
+
+    @precondition(lambda self: self.buried)
+    @rule()
+    def repeat_commit_of_a_deleted_session(self) -> None:
+        late = self.buried[-1]
+        assert self.answer(self.store.commit(late)) == "lease_lost"
+
+    @rule(
+        lease=leases,
+        onto=st.sampled_from(SESSIONS),
+        off=st.sampled_from([0, 0, 0, 1]),
+        keep=st.integers(0, 3),
+    )
+    def fork(self, lease: Lease, onto: str, off: int, keep: int) -> None:
+        self.count += 1
+        source, made = self.of(lease), self.sessions[onto]
+        operation = fork_of(lease, source.revision + off, onto, keep, commit_id=f"fork {self.count}")
+        reply = self.answer(self.store.fork(operation))
+        if not source.stands(lease):
+            assert reply == "lease_lost"
+        elif off:
+            assert reply == "session_conflict"
+        elif keep > len(source.messages):
+            assert reply == "invalid_input"
+        elif made.holder is not None or made.written:
+            assert reply == "session_conflict"
+        else:
+            assert reply is None
+            made.epoch, made.exists, made.written = self.epoch_of(made), True, True
+            made.revision, made.replayable = 1, source.replayable
+            made.messages = source.messages[:keep]
+            assert self.answer(self.store.fork(operation)) is None, "a repeat"
+
+    @rule(lease=leases, off=st.sampled_from([0, 0, 0, -1]))
+    def mark(self, lease: Lease, off: int) -> None:
+        self.count += 1
+        session = self.of(lease)
+        operation = mark_of(lease, session.revision + off, commit_id=f"mark {self.count}")
+        reply = self.answer(self.store.mark_replayable(operation))
+        if not session.stands(lease):
+            assert reply == "lease_lost"
+        elif off:
+            assert reply == "session_conflict"
+        else:
+            session.revision += 1
+            session.replayable, session.written, session.last = True, True, None
+            assert reply == session.revision
 
     @precondition(lambda self: self.kind == "sqlite")
     @rule()

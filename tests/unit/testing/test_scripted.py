@@ -13,15 +13,33 @@ from pathlib import Path
 
 import pytest
 
-from retinue import Message, ModelRequest, ModelResponse, ToolCall, Usage
+from retinue import (
+    FinishPiece,
+    Message,
+    ModelChunk,
+    ModelRequest,
+    ModelResponse,
+    PublicItem,
+    StreamingModelClient,
+    TextPiece,
+    ToolCall,
+    ToolCallPiece,
+    Usage,
+    UsagePiece,
+)
 from retinue.errors import BudgetExhausted, ModelFailed, RetinueError
 from retinue.messages import user
 from retinue.models import ModelClient
-from retinue.testing import ScriptedModel, reply, tool_calls
+from retinue.testing import ScriptedModel, call_pieces, reply, stream, tool_calls
 
 
 async def ask(model: ScriptedModel, text: str = "x", participant: str = "") -> ModelResponse:
     return await model.generate(ModelRequest(messages=[user(text)], participant=participant))
+
+
+async def read(model: ScriptedModel, participant: str = "") -> list[ModelChunk]:
+    request = ModelRequest(messages=[user("x")], participant=participant)
+    return [chunk async for chunk in model.stream(request)]
 
 
 async def test_answers_come_in_order_and_requests_are_kept() -> None:
@@ -157,3 +175,112 @@ async def test_what_is_recorded_is_the_whole_request() -> None:
         "judge",
         "p",
     )
+
+
+# --- streams ----------------------------------------------------------------------------------------------
+
+USAGE = Usage(input_tokens=10, output_tokens=5)
+
+
+async def test_a_stream_gives_its_pieces_and_ends_as_the_script_says() -> None:
+    odd = Usage(input_tokens=1)
+    model = ScriptedModel(
+        [
+            stream("Hel", "lo"),
+            stream("a", usage=None, finish=False),
+            stream("a", UsagePiece(odd), usage=odd, finish_reason="length", phase="final"),
+            stream(*call_pieces("f", '{"a"', ": 1}", id="c")),
+            stream("a", FinishPiece("stop", {"s": 1})),
+        ]
+    )
+    assert isinstance(model, StreamingModelClient)
+    assert await read(model) == [TextPiece("Hel"), TextPiece("lo"), UsagePiece(USAGE), FinishPiece()]
+    assert await read(model) == [TextPiece("a")]
+    assert await read(model) == [
+        TextPiece("a"),
+        UsagePiece(odd),
+        UsagePiece(odd),
+        FinishPiece("length", phase="final"),
+    ]
+    assert await read(model) == [
+        ToolCallPiece(index=0, id="c", name="f"),
+        ToolCallPiece(index=0, arguments='{"a"'),
+        ToolCallPiece(index=0, arguments=": 1}"),
+        UsagePiece(USAGE),
+        FinishPiece("tool_calls"),
+    ]
+    assert await read(model) == [TextPiece("a"), FinishPiece("stop", {"s": 1}), UsagePiece(USAGE)]
+    assert [request.streamed for request in model.requests] == [True] * 5
+
+
+async def test_a_stream_breaks_where_the_script_says() -> None:
+    model = ScriptedModel(
+        [stream("Hel", ModelFailed("gone", started=False), "lo"), RuntimeError("never began")]
+    )
+    chunks = model.stream(ModelRequest(messages=[user("x")]))
+    assert await anext(chunks) == TextPiece("Hel")
+    with pytest.raises(ModelFailed, match="gone") as failed:
+        await anext(chunks)
+    assert failed.value.started is False
+    with pytest.raises(RetinueError, match="never began"):
+        await read(model)
+
+
+async def test_whole_and_streamed_answers_serve_both_ways_of_asking() -> None:
+    script = [
+        stream("Hel", "lo", *call_pieces("f", "{}", id="c"), phase="commentary"),
+        reply(items=[("commentary", "a"), ("final", "b"), ("reasoning_summary", "c"), (None, "d")]),
+        reply("text", phase="final"),
+        tool_calls(ToolCall("c", "f", {"a": [1]}), text="t", phase="commentary"),
+    ]
+    whole = ScriptedModel(script)
+    first, second, third, fourth = [await ask(whole) for _ in script]
+    assert first == ModelResponse(
+        text="Hello",
+        tool_calls=(ToolCall("c", "f", {}),),
+        usage=USAGE,
+        finish_reason="tool_calls",
+        phase="commentary",
+    )
+    assert second.text == "abd"
+    assert second.items[:2] == (
+        PublicItem(id="item-1", phase="commentary", text="a"),
+        PublicItem(id="item-2", phase="final", text="b"),
+    )
+    assert (third.phase, fourth.phase) == ("final", "commentary")
+    streamed = ScriptedModel(script)
+    pieces = [await read(streamed) for _ in script]
+    assert pieces[1][1] == TextPiece("b", "item-2", "final")
+    assert pieces[2] == [TextPiece("text"), UsagePiece(USAGE), FinishPiece(phase="final")]
+    assert ToolCallPiece(index=0, id="c", name="f", arguments='{"a":[1]}') in pieces[3]
+    with pytest.raises(ModelFailed, match="without a finish"):
+        await ask(ScriptedModel([stream("a", finish=False)]))
+
+
+async def test_the_delay_is_before_each_piece() -> None:
+    model = ScriptedModel([stream("a", "b", delay=0.02)])
+    before = time.monotonic()
+    await read(model)
+    assert time.monotonic() - before >= 0.08  # two pieces, the usage and the finish
+
+
+def _read_elsewhere(data: bytes) -> None:
+    model = pickle.loads(data)
+    chunks = asyncio.run(read(model, "p"))
+    assert chunks[0] == TextPiece("Hel", "i", "commentary"), chunks
+    with pytest.raises(ModelFailed) as failed:
+        asyncio.run(read(model, "p"))
+    assert failed.value.started is False
+
+
+def test_streams_work_in_other_processes() -> None:
+    model = ScriptedModel(
+        {"p": [stream(TextPiece("Hel", "i", "commentary")), stream(ModelFailed("no", started=False))]}
+    )
+    process = multiprocessing.get_context("spawn").Process(
+        target=_read_elsewhere, args=(pickle.dumps(model),)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert len(model.requests_of("p")) == 2

@@ -12,13 +12,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from retinue.errors import DamagedRecord, RetinueError, StoreUnavailable
 from retinue.ids import Identity
 from retinue.storage.sqlite.engine import SQLiteEngine
-from retinue.store import Lease, Store, StoredArtifact, StoredEvent
-from retinue.testing.store_trial import commit_of, live_holder, outcome_of, record_of
+from retinue.store import (
+    Lease,
+    ListRuns,
+    ListSessions,
+    Store,
+    StoredArtifact,
+    StoredEvent,
+    StoredSession,
+)
+from retinue.testing.store_trial import commit_of, fork_of, live_holder, mark_of, outcome_of, record_of
 from tests.unit.storage.sqlite.process import address
 from tests.unit.storage.sqlite.test_groups import locked
 from tests.unit.storage.world import World
@@ -43,6 +52,8 @@ async def _filled(store: Store, session_id: str = "session") -> Lease:
             outcome=outcome_of(f"run of {session_id}"),
         )
     )
+    waiting = record_of(lease.address, f"waiting run of {session_id}")
+    await store.open_run(lease, msgspec.structs.replace(waiting, queued=True, start=b'{"if_busy":"queue"}'))
     return lease
 
 
@@ -134,6 +145,97 @@ async def test_damaged_runs_events_and_artifacts_are_refused_with_their_place(
             await call()
         assert caught.value.place == place
     assert await store.read_events(OWNER, "run of session", 0, 1) == (StoredEvent(1, b'"event"'),)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["start = x'00'", "start_checksum = NULL", "queued = 'x'", "queued = 2", "input = CAST(input AS TEXT)"],
+)
+async def test_a_damaged_queued_run_is_refused_with_its_place(
+    sqlite: SQLiteEngine, world: World, damage: str
+) -> None:
+    store = Store(sqlite)
+    lease = await _filled(store)
+    _meddle(world.path(), f"UPDATE run SET {damage} WHERE run_id = 'waiting run of session'")
+    place = _place("run", tenant_id="t", user_id="u", run_id="waiting run of session")
+    for call in (
+        store.read_open_runs(lease.address),
+        store.list_runs(ListRuns()),
+        store.list_runs(ListRuns(tenant_id="t", user_id="u", session_id="session", open_only=True)),
+    ):
+        with pytest.raises(DamagedRecord) as caught:
+            await call
+        assert caught.value.place == place
+    assert await store.read_run(OWNER, "run of session") is not None
+
+
+@pytest.mark.parametrize(
+    ("damage", "table", "key"),
+    [
+        ("UPDATE origin SET body = x'7b7d'", "origin", {}),
+        ("UPDATE origin SET body = x'7b7d', checksum = 2745614147", "origin", {}),
+        ("UPDATE attestation SET body = x'00' WHERE position = 1", "attestation", {"position": 1}),
+        ("DELETE FROM attestation WHERE position = 0", "attestation", {"position": 1}),
+    ],
+)
+async def test_damage_of_where_a_session_came_from_is_refused_with_its_place(
+    sqlite: SQLiteEngine, world: World, damage: str, table: str, key: dict[str, object]
+) -> None:
+    store = Store(sqlite)
+    lease = await _filled(store)
+    await store.fork(fork_of(lease, 1, "fork", 2))
+    fork = (await store.acquire(address(store, "fork"), live_holder("holder"))).lease
+    for revision in (1, 2):
+        await store.mark_replayable(mark_of(fork, revision))
+    await store.release(fork)
+    _meddle(world.path(), damage)
+    for call in (store.read_session(fork.address), store.acquire(fork.address, live_holder("next"))):
+        with pytest.raises(DamagedRecord) as caught:
+            await call
+        assert caught.value.place == _place(table, tenant_id="t", user_id="u", session_id="fork", **key)
+    assert await store.commit(commit_of(lease, 1)) == 2
+
+
+async def test_damage_is_not_forked(sqlite: SQLiteEngine, world: World) -> None:
+    """A fork that cannot have all its messages is refused whole; a changed one is noticed when it is read."""
+    store = Store(sqlite)
+    lease = await _filled(store)
+    _meddle(world.path(), f"UPDATE message SET body = x'22' WHERE position = 0 AND {HISTORY}")
+    await store.fork(fork_of(lease, 1, "changed", 1))
+    with pytest.raises(DamagedRecord) as caught:
+        await store.read_session(address(store, "changed"))
+    key = {"tenant_id": "t", "user_id": "u", "session_id": "changed", "execution_id": "", "position": 0}
+    assert caught.value.place == _place("message", **key)
+    _meddle(world.path(), f"DELETE FROM message WHERE position = 1 AND {HISTORY}")
+    with pytest.raises(DamagedRecord, match="some are missing"):
+        await store.fork(fork_of(lease, 1, "short", 3))
+    assert await store.read_session(address(store, "short")) == StoredSession()
+    _meddle(world.path(), f"UPDATE conversation SET size = 'x' WHERE {HISTORY}")
+    with pytest.raises(DamagedRecord) as caught:
+        await store.fork(fork_of(lease, 1, "unsized", 3))
+    assert caught.value.place.startswith("conversation ")
+
+
+@pytest.mark.parametrize("damage", ["UPDATE meta SET value = 'x' WHERE name = 'epoch_floor'",
+                                    "DELETE FROM meta WHERE name = 'epoch_floor'"])  # fmt: skip
+async def test_no_epoch_is_given_without_the_floor(sqlite: SQLiteEngine, world: World, damage: str) -> None:
+    store = Store(sqlite)
+    lease = await _filled(store)
+    _meddle(world.path(), damage)
+    for call in (store.acquire(address(store, "new"), live_holder("holder")), store.delete(lease)):
+        with pytest.raises(DamagedRecord) as caught:
+            await call
+        assert caught.value.place == _place("meta", name="epoch_floor")
+    assert await store.commit(commit_of(lease, 1)) == 2, "sessions that there are go on"
+
+
+async def test_a_damaged_session_is_refused_in_a_list(sqlite: SQLiteEngine, world: World) -> None:
+    store = Store(sqlite)
+    await _filled(store)
+    _meddle(world.path(), "UPDATE session SET replayable = 7")
+    with pytest.raises(DamagedRecord) as caught:
+        await store.list_sessions(ListSessions())
+    assert caught.value.place == _place("session", tenant_id="t", user_id="u", session_id="session")
 
 
 async def test_text_that_is_not_utf8_is_damage_and_not_quoted(sqlite: SQLiteEngine, world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from retinue.errors import StoreUnavailable
-from retinue.storage.sqlite import rows, statements
+from retinue.storage.sqlite import content_rows, run_rows, session_rows, statements
 from retinue.storage.sqlite.connections import StoreFile
 from retinue.storage.sqlite.engine import SQLiteEngine
 from retinue.storage.sqlite.migrations import Migration, parse_migration, shipped, split
@@ -24,9 +25,9 @@ def _step(name: str, sql: str) -> Migration:
 
 NEXT = (
     *shipped(),
-    _step("0001_02_post_tidy.sql", "CREATE TABLE tidied (x);"),
-    _step("0002_01_pre_notes.sql", "CREATE TABLE note (x);\n-- and\nCREATE INDEX note_body ON note (x);"),
-    _step("0002_02_post_drop.sql", "CREATE TABLE dropped (x);"),
+    _step("0002_02_post_tidy.sql", "CREATE TABLE tidied (x);"),
+    _step("0003_01_pre_notes.sql", "CREATE TABLE note (x);\n-- and\nCREATE INDEX note_body ON note (x);"),
+    _step("0003_02_post_drop.sql", "CREATE TABLE dropped (x);"),
 )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ async def test_a_newer_file_is_refused_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable) as caught:
         SQLiteEngine(file)
     assert caught.value.reason == "newer_schema"
-    assert "schema version 2; this one knows up to 1" in str(caught.value)
+    assert "schema version 3; this one knows up to 2" in str(caught.value)
     assert file.read_bytes() == content
 
 
@@ -71,8 +72,8 @@ async def test_a_failing_migration_changes_nothing(tmp_path: Path) -> None:
     before = _tables(file)
     broken = (
         *shipped(),
-        _step("0002_01_pre_x.sql", "CREATE TABLE note (x);"),
-        _step("0002_02_pre_y.sql", "NONSENSE;"),
+        _step("0003_01_pre_x.sql", "CREATE TABLE note (x);"),
+        _step("0003_02_pre_y.sql", "NONSENSE;"),
     )
     with pytest.raises(StoreUnavailable, match="syntax error"):
         SQLiteEngine(file, migrations=broken)
@@ -145,14 +146,59 @@ def test_a_statement_must_say_whose_rows_it_touches(sql: str) -> None:
     assert statements.parse(f"-- name: careful (across tenants: a reason)\n{sql};\n") == {"careful": sql}
 
 
-def test_only_fencing_goes_across_tenants() -> None:
+@pytest.mark.parametrize(
+    ("across", "sql"),
+    [
+        ("users", "SELECT * FROM session WHERE user_id = :user_id"),
+        ("sessions", "SELECT * FROM session WHERE tenant_id = :tenant_id"),
+        ("sessions", "SELECT * FROM run WHERE user_id = :user_id AND session_id = :session_id"),
+    ],
+)
+def test_what_goes_across_users_or_sessions_stays_with_its_tenant_or_user(across: str, sql: str) -> None:
+    with pytest.raises(ValueError, match="whose rows"):
+        statements.parse(f"-- name: careless (across {across}: a reason)\n{sql};\n")
+
+
+def test_what_is_copied_must_be_somebodys() -> None:
+    copied = "INSERT INTO state (session_key, body) SELECT :target_key, body FROM state"
+    with pytest.raises(ValueError, match="whose rows"):
+        statements.parse(f"-- name: careless\n{copied};\n")
+    assert statements.parse(f"-- name: careful\n{copied} WHERE session_key = :session_key;\n")
+
+
+def test_only_fencing_lists_and_the_epoch_floor_go_across_tenants() -> None:
     folder = Path(statements.__file__).parent / "statements"
     text = "".join(file.read_text() for file in folder.iterdir())
     across = {line.split()[2] for line in text.splitlines() if "(across tenants" in line}
-    assert across == {"held_by", "end_leases_of", "add_fenced", "is_fenced"}
-    used = {value for name, value in vars(rows).items() if name.isupper() and isinstance(value, str)}
-    every = {name: statements.statement(name) for name in statements._all()}
-    assert set(every.values()) <= used, "a statement that nobody uses"
+    fencing = {"held_by", "end_leases_of", "add_fenced", "is_fenced"}
+    lists = {"list_sessions", "list_runs", "list_open_runs"}
+    assert across == fencing | lists | {"read_epoch_floor", "set_epoch_floor"}
+
+
+def test_every_statement_is_used() -> None:
+    used: set[str] = set()
+    for module in (session_rows, content_rows, run_rows):
+        for name, value in vars(module).items():
+            if name.isupper() and isinstance(value, str | tuple):
+                used |= {value} if isinstance(value, str) else set(value)
+    every = {statements.statement(name) for name in statements._all()}
+    assert every <= used
+
+
+def test_every_statement_finds_its_rows_by_an_index(tmp_path: Path) -> None:
+    """But for the lists of operators, which go through what they list."""
+    connection, _ = StoreFile(tmp_path / "store.db", "sqlite:///x", 1.0).open_writer(shipped())
+    for name in statements._all():
+        sql = statements.statement(name)
+        parameters = dict.fromkeys(re.findall(r":(\w+)", sql), 1)
+        plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {sql}", parameters)]
+        scans = [
+            step for step in plan if step.startswith("SCAN ") and step != "SCAN run USING INDEX run_open"
+        ]
+        assert scans == [], name
+        if "run.outcome IS NULL" in sql:
+            assert any("USING INDEX run_open" in step for step in plan), f"{name} reads runs that ended"
+    connection.close()
 
 
 def test_names_of_migrations_follow_the_rule() -> None:
