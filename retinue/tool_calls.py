@@ -2,59 +2,46 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import inspect
+import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from retinue.delegates import Delegate
-from retinue.drivers import ExecutionDriver
-from retinue.errors import ToolFailed
-from retinue.ids import Identity
-from retinue.messages import Content, ToolCall, escape_surrogates
+from retinue.errors import RetinueError, ToolFailed
+from retinue.events import ToolProgress
+from retinue.messages import ToolCall, escape_surrogates
 from retinue.protocol import AdmitTool, ToolAdmitted, ToolDone
 from retinue.results import error_text
-from retinue.tools import Tool, ToolArgumentError, ToolResult, result_text
-from retinue.workers import in_thread
+from retinue.tool_execution import ToolExecution
+from retinue.tool_output import ToolOutput, ToolProblem
+from retinue.tool_progress import Progress
+from retinue.tools import Tool, ToolArgumentError, ToolResult
 
 if TYPE_CHECKING:
-    from retinue.agents import Agent
     from retinue.services import ExecutionServices, RootPort
 
 T = TypeVar("T")
 
+SHOWN = 2_000
+"""Characters of a result that was too large, which the model gets with the id of the artifact."""
 
-class ToolContext:
-    """What a tool's ``ctx`` parameter receives."""
 
-    def __init__(self, services: ExecutionServices, call_id: str) -> None:
-        self.services = services
-        self.call_id = call_id
+@dataclass(frozen=True)
+class _Overdue:
+    """A call that timed out and goes on all the same: a thread that does not look at its token."""
 
-    @property
-    def identity(self) -> Identity:
-        return self.services.request.identity
-
-    @property
-    def cancelled(self) -> bool:
-        """True once the run is being cancelled or has no use for the result: a tool in a thread should
-        return soon."""
-        return self.services.cancelled
-
-    async def delegate(self, work: Agent | ExecutionDriver, input: Content, **options: Any) -> Delegate:
-        """See :meth:`ExecutionServices.delegate`."""
-        return await self.services.delegate(work, input, **options)
+    tool: str
+    arguments: Mapping[str, Any]
+    execution: ToolExecution
 
 
 class ToolCalls:
     """Runs the tools of one execution, every call admitted before."""
 
-    def __init__(self, services: ExecutionServices, port: RootPort, threads: Executor) -> None:
+    def __init__(self, services: ExecutionServices, port: RootPort) -> None:
         self._services = services
         self._port = port
-        self._threads = threads
+        self._overdue: list[_Overdue] = []
 
     async def dispatch(self, call: ToolCall, tools: Sequence[Tool]) -> ToolResult:
         found = next((item for item in (*tools, *self._services.tools) if item.name == call.name), None)
@@ -66,20 +53,55 @@ class ToolCalls:
             return self._done(call, str(error), error=True)
         except Exception as error:  # a validator of the application's own
             return self._done(call, f"invalid arguments for {call.name}: {error_text(error)}", error=True)
+        if self._runs_still(call):
+            why = "an earlier call with these arguments timed out and is still running"
+            return self._done(call, f"{call.name} was not called: {why}", error=True)
         verdict = await self._admit(call.name, call.id)
         if not verdict.allowed:
             return self._done(call, f"[denied] {verdict.reason}", error=True, denied=True)
         try:
-            text = result_text(await self._call(found, arguments, call.id))
-        except asyncio.CancelledError as error:
-            if self._services.cancelled or _being_cancelled():
-                raise
-            return self._done(call, f"the tool was cancelled from inside: {error}", error=True)
-        except BaseException as error:  # whatever a tool raises is its result
-            return self._done(call, f"{type(error).__name__}: {error_text(error)}", error=True)
-        if escape_surrogates(text) != text:
-            return self._done(call, f"{call.name} gave text with a lone surrogate", error=True)
-        return self._done(call, text)
+            output = await self._run(found, arguments, call)
+            text, artifact_id = await self._kept(found, output)
+        except ToolProblem as problem:
+            return self._done(call, _cut(str(problem), found), error=True)
+        return self._done(call, text, artifact_id=artifact_id)
+
+    async def _run(self, tool: Tool, arguments: Mapping[str, Any], call: ToolCall) -> ToolOutput:
+        services = self._services
+        execution = ToolExecution(
+            tool,
+            arguments,
+            call.id,
+            services=services,
+            progress=Progress(lambda data: services.emit(ToolProgress(tool.name, call.id, data))),
+        )
+        asked = copy.deepcopy(call.arguments)  # the tool may change what it was given
+        try:
+            return await execution.run()
+        finally:
+            if execution.is_running:
+                self._overdue.append(_Overdue(tool.name, asked, execution))
+                services.run_owned(execution.gone())
+
+    def _runs_still(self, call: ToolCall) -> bool:
+        self._overdue = [overdue for overdue in self._overdue if overdue.execution.is_running]
+        return any(
+            overdue.tool == call.name and overdue.arguments == call.arguments for overdue in self._overdue
+        )
+
+    async def _kept(self, tool: Tool, output: ToolOutput) -> tuple[str, str | None]:
+        """A result as the model reads it, and the artifact that has all of it where that is too much."""
+        text, size = output.text, len(output.data)
+        if text is not None and size <= tool.options.max_result_bytes:
+            return text, None
+        try:
+            kept = await self._services.put_artifact(output.data, mime_type=output.mime_type)
+        except RetinueError as error:
+            raise ToolProblem(
+                f"{tool.name} gave {size:,} bytes, which could not be kept as an artifact: {error.message}"
+            ) from None
+        named = f"[{size:,} bytes of {output.mime_type}, kept as artifact {kept.id}]"
+        return (named if text is None else f"{text[:SHOWN]}\n{named}"), kept.id
 
     async def effect(
         self, name: str, arguments: Mapping[str, Any], execute: Callable[[dict[str, Any]], Awaitable[T]]
@@ -95,11 +117,7 @@ class ToolCalls:
             failed = False
             return value
         finally:
-            self._port.tell(
-                ToolDone(
-                    participant=self._services.participant, call_id=call_id, tool_name=name, error=failed
-                )
-            )
+            self._tell_done(call_id, name, error=failed)
 
     async def _admit(self, name: str, call_id: str) -> ToolAdmitted:
         # The model chooses call ids and may repeat one in a later round, so attempts have ids of their own.
@@ -110,28 +128,32 @@ class ToolCalls:
         assert isinstance(reply, ToolAdmitted)
         return reply
 
-    async def _call(self, found: Tool, arguments: dict[str, Any], call_id: str) -> Any:
-        if found.takes_context:
-            arguments = {**arguments, "ctx": ToolContext(self._services, call_id)}
-        if found.is_async:
-            return await found.function(**arguments)
-        value = await in_thread(self._threads, functools.partial(found.function, **arguments))
-        return await value if inspect.isawaitable(value) else value
-
-    def _done(self, call: ToolCall, text: str, *, error: bool = False, denied: bool = False) -> ToolResult:
-        self._port.tell(
-            ToolDone(
-                participant=self._services.participant, call_id=call.id, tool_name=call.name, error=error
-            )
+    def _done(
+        self,
+        call: ToolCall,
+        text: str,
+        *,
+        error: bool = False,
+        denied: bool = False,
+        artifact_id: str | None = None,
+    ) -> ToolResult:
+        self._tell_done(call.id, call.name, error)
+        return ToolResult(
+            call_id=call.id,
+            tool_name=call.name,
+            text=escape_surrogates(text),  # the text of an error may hold anything
+            error=error,
+            denied=denied,
+            artifact_id=artifact_id,
         )
-        text = escape_surrogates(text)  # the text of an error may hold anything
-        return ToolResult(call_id=call.id, tool_name=call.name, text=text, error=error, denied=denied)
 
     def _tell_done(self, call_id: str, name: str, error: bool) -> None:
         participant = self._services.participant
         self._port.tell(ToolDone(participant=participant, call_id=call_id, tool_name=name, error=error))
 
 
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+def _cut(text: str, tool: Tool) -> str:
+    """The text of an error, which is never an artifact."""
+    if len(text.encode(errors="replace")) <= tool.options.max_result_bytes:
+        return text
+    return f"{text[:SHOWN]}\n[cut: {len(text):,} characters]"

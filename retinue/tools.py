@@ -12,6 +12,8 @@ import msgspec
 
 from retinue.errors import ValidationFailed
 from retinue.models import ToolSchema
+from retinue.tool_context import ToolContext
+from retinue.tool_options import MAX_RESULT_BYTES, RunIn, ToolOptions
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -31,16 +33,28 @@ class Tool:
     """A function with a name, a description and a JSON schema of its arguments.
 
     Args:
-        function: sync or async. A parameter named ``ctx`` receives the :class:`ToolContext` and is no part
-            of the schema. Sync functions run in a thread; long ones should look at ``ctx.cancelled``.
+        function: sync or async, or a generator of either kind, whose values are progress. A parameter named
+            ``ctx`` receives a :class:`ToolContext` (in a task a :class:`TaskContext`) and is no part of the
+            schema. Sync functions that take long should look at ``ctx.cancelled``.
         name: the tool id that grants name; the function's own name when left out.
         description: the docstring when left out.
+        options: where and how it runs.
+
+    Raises:
+        ValidationFailed: a name, a signature or options that cannot be; ``path`` names the member at fault.
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, name: str | None = None, description: str | None = None
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        options: ToolOptions | None = None,
+        _hints: Mapping[str, Any] | None = None,
     ) -> None:
         self.function = function
+        self.options = options or ToolOptions()
         self.name = name or function.__name__
         self.description = (description or inspect.getdoc(function) or "").strip()
         if not IDENTIFIER.match(self.name):
@@ -49,14 +63,21 @@ class Tool:
                 "and . _ : / -",
                 path="tool.name",
             )
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 - looks at the method, does not test callability
-        )
+        self.is_async = _is_any(function, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        self.run_in: RunIn = self.options.check(self.name, is_async=self.is_async)
+        """Where it runs."""
         self.takes_context = _CONTEXT_PARAMETER in inspect.signature(function).parameters
         self.__doc__ = self.description
         self.__module__ = getattr(function, "__module__", type(self).__module__)
         self._qualname = getattr(function, "__qualname__", "")
-        self._names, self._arguments, self.parameters = _arguments_model(self.name, function)
+        # A copy in another process may not find the names in its hints any more.
+        self._hints = _resolved_hints(self.name, function) if _hints is None else _hints
+        if self.run_in == "task" and self._hints.get(_CONTEXT_PARAMETER) is ToolContext:
+            raise ValidationFailed(
+                f"tool {self.name}: in a task there are no services; annotate ctx with retinue.TaskContext",
+                path=f"{self.name}.{_CONTEXT_PARAMETER}",
+            )
+        self._names, self._arguments, self.parameters = _arguments_model(self.name, function, self._hints)
 
     @property
     def schema(self) -> ToolSchema:
@@ -92,15 +113,31 @@ class Tool:
         by_value = module == "__main__" or module in cloudpickle.list_registry_pickle_by_value()
         if not by_value and getattr(sys.modules.get(module), self._qualname, None) is self:
             return str(self._qualname)
-        return _rebuild, (self.function, self.name, self.description)
+        return _rebuild, (self.function, self.name, self.description, self.options, self._hints)
 
 
-def _rebuild(function: Callable[..., Any], name: str, description: str) -> Tool:
-    return Tool(function, name=name, description=description)
+def _rebuild(
+    function: Callable[..., Any], name: str, description: str, options: ToolOptions, hints: Mapping[str, Any]
+) -> Tool:
+    return Tool(function, name=name, description=description, options=options, _hints=hints)
+
+
+def _is_any(function: Callable[..., Any], *kinds: Callable[[Any], bool]) -> bool:
+    """Whether a function, or what calling an object calls, is of one of these kinds."""
+    called = getattr(function, "__call__", None)  # noqa: B004 - looks at the method, does not test callability
+    return any(kind(function) or kind(called) for kind in kinds)
+
+
+def _resolved_hints(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    target = function if inspect.isroutine(function) else type(function).__call__
+    try:
+        return get_type_hints(target, include_extras=True)
+    except NameError as error:
+        raise ValidationFailed(f"tool {name}: a type hint cannot be resolved: {error}", path=name) from None
 
 
 def _arguments_model(
-    name: str, function: Callable[..., Any]
+    name: str, function: Callable[..., Any], hints: Mapping[str, Any]
 ) -> tuple[dict[str, str], type[BaseModel], dict[str, Any]]:
     """Parameters by the model's field names, the model, and its JSON schema.
 
@@ -110,11 +147,6 @@ def _arguments_model(
     from pydantic import ConfigDict, Field, create_model
     from pydantic.errors import PydanticUserError
 
-    target = function if inspect.isroutine(function) else type(function).__call__
-    try:
-        hints = get_type_hints(target, include_extras=True)
-    except NameError as error:
-        raise ValidationFailed(f"tool {name}: a type hint cannot be resolved: {error}", path=name) from None
     names: dict[str, str] = {}
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
@@ -143,18 +175,35 @@ def _arguments_model(
 def tool(function: Callable[..., Any], /) -> Tool: ...
 @overload
 def tool(
-    *, name: str | None = None, description: str | None = None
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    run_in: RunIn | None = None,
+    num_cpus: float | None = None,
+    num_gpus: float | None = None,
+    memory: int | None = None,
+    resources: Mapping[str, float] | None = None,
+    timeout: float | None = None,
+    max_result_bytes: int = MAX_RESULT_BYTES,
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(
-    function: Callable[..., Any] | None = None, /, *, name: str | None = None, description: str | None = None
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    resources: Mapping[str, float] | None = None,
+    **options: Any,
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
-    """Make a :class:`Tool` of a function: ``@tool`` or ``@tool(name=..., description=...)``.
+    """Make a :class:`Tool` of a function: ``@tool``, or ``@tool(name=..., timeout=..., ...)``.
 
     The schema comes from the type hints (anything pydantic understands), the description from the docstring.
+    The other keywords are those of :class:`ToolOptions`.
     """
+    how = ToolOptions(resources={} if resources is None else resources, **options)
     if function is not None:
-        return Tool(function)
-    return lambda target: Tool(target, name=name, description=description)
+        return Tool(function, name=name, description=description, options=how)
+    return lambda target: Tool(target, name=name, description=description, options=how)
 
 
 def check_kind(path: str, value: object, kind: Any) -> None:
@@ -187,15 +236,5 @@ class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
     error: bool = False
     """True for denials too."""
     denied: bool = False
-
-
-def result_text(value: Any) -> str:
-    """A tool's return value as text for the model: strings as they are, anything else as JSON."""
-    if isinstance(value, str):
-        return value
-    if value is None:
-        return ""
-    try:
-        return msgspec.json.encode(value).decode()
-    except (TypeError, ValueError):
-        return str(value)
+    artifact_id: str | None = None
+    """Of the whole result, where ``text`` is not all of it."""

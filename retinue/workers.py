@@ -14,6 +14,9 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from retinue.tool_process import LocalTasks
+from retinue.tool_tasks import TaskRunner
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -92,9 +95,15 @@ async def _cancel_all() -> None:
 
 
 class Workers:
-    """Where one process runs user code."""
+    """Where one process runs user code.
 
-    def __init__(self, name: str = "retinue-user") -> None:
+    Args:
+        name: of the loop's thread, and of the others with ``-tool`` behind it.
+        tasks: where tools with ``run_in="task"`` run: processes of this machine by default.
+    """
+
+    def __init__(self, name: str = "retinue-user", *, tasks: TaskRunner | None = None) -> None:
+        self.tasks: TaskRunner = tasks or LocalTasks()
         self._loop_thread = LoopThread(name)
         self.threads = concurrent.futures.ThreadPoolExecutor(TOOL_THREADS, thread_name_prefix=f"{name}-tool")
 

@@ -16,7 +16,8 @@ from pydantic import BaseModel, Field
 
 from retinue import Agent, RuntimeConfig, Tool, ToolContext, agent_driver, tool
 from retinue.errors import ValidationFailed
-from retinue.tools import ToolArgumentError, result_text
+from retinue.tool_output import ToolOutput
+from retinue.tools import ToolArgumentError
 from tests.support import answering, trivial
 
 
@@ -172,11 +173,11 @@ def test_names_follow_the_contract(name: str) -> None:
     ],
 )
 def test_results_become_text(value: object, text: str) -> None:
-    assert result_text(value) == text
+    assert ToolOutput.of(value, "t").text == text
 
 
 def test_a_result_that_is_no_json_is_still_text() -> None:
-    assert result_text(Arbitrary()).startswith("<")
+    assert (ToolOutput.of(Arbitrary(), "t").text or "").startswith("<")
 
 
 # --- pickling ---------------------------------------------------------------------------------------------
