@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -13,12 +14,35 @@ from retinue.budgets import Usage
 from retinue.config import ModelBinding
 from retinue.errors import ModelFailed, Unsupported
 from retinue.messages import Message
+from retinue.model_stream import ModelStream
 from retinue.models import ModelClient, ModelRequest, ModelResponse, ToolSchema
 from retinue.protocol import AdmitModel, ModelAdmitted, SettleModel
 from retinue.tokens import estimate_messages
 
 if TYPE_CHECKING:
+    from retinue.publishing import MessagePublisher
     from retinue.services import ExecutionServices, RootPort
+    from retinue.stream_assembly import StreamAssembly
+
+
+Answer: TypeAlias = Callable[[ModelRequest], Awaitable[ModelResponse]]
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """One call that was asked for and is not made yet."""
+
+    services: ExecutionServices
+    client: ModelClient
+    request: ModelRequest
+
+    @property
+    def called(self) -> str:
+        return f"{self.client.provider_id} {self.client.model_id}"
+
+    @property
+    def cancelled(self) -> bool:
+        return self.services.cancelled
 
 
 class ModelCalls:
@@ -28,7 +52,7 @@ class ModelCalls:
         self._services = services
         self._port = port
 
-    async def task(
+    def plan(
         self,
         provider: ModelClient,
         messages: Sequence[Message],
@@ -36,11 +60,20 @@ class ModelCalls:
         max_tokens: int | None,
         temperature: float | None,
         role: str,
-    ) -> ModelResponse:
+    ) -> PlannedCall:
+        """A task call that is about to be made; nothing is asked or counted yet."""
         check_max_tokens(max_tokens)
         binding = self._services.config.binding(role)
         client = binding.client if binding else provider
-        return await self._call(client, role, messages, tools, max_tokens, temperature)
+        # What abilities have to say comes before everything else (contract section 3).
+        whole = (*self._services.prompts, *messages)
+        return self._planned(client, role, whole, tools, max_tokens, temperature)
+
+    async def task(self, call: PlannedCall) -> ModelResponse:
+        return await self.make(call, call.client.generate)
+
+    def stream(self, call: PlannedCall, publisher: MessagePublisher | None) -> ModelStream:
+        return ModelStream(self, call, self._services.owned, publisher)
 
     async def control(
         self, role: str, messages: Sequence[Message], max_tokens: int | None, temperature: float | None
@@ -55,7 +88,8 @@ class ModelCalls:
         _check_control_options(binding, role, max_tokens, temperature)
         if any(message.role == "tool" or message.tool_calls or message.extras for message in messages):
             raise Unsupported("a control call takes plain messages only", operation="control_model.messages")
-        response = await self._call(binding.client, role, messages, (), max_tokens, temperature)
+        call = self._planned(binding.client, role, messages, (), max_tokens, temperature)
+        response = await self.make(call, call.client.generate)
         if response.tool_calls or response.finish_reason != "stop":
             raise ModelFailed(
                 f"the control model for {role!r} must answer whole and without tools; it finished with "
@@ -63,7 +97,7 @@ class ModelCalls:
             )
         return response
 
-    async def _call(
+    def _planned(
         self,
         client: ModelClient,
         role: str,
@@ -71,23 +105,36 @@ class ModelCalls:
         tools: Sequence[ToolSchema],
         max_tokens: int | None,
         temperature: float | None,
-    ) -> ModelResponse:
-        services = self._services
+    ) -> PlannedCall:
         request = ModelRequest(
             messages=tuple(messages),
             tools=tuple(tools),
             max_tokens=max_tokens,
             temperature=temperature,
             role=role,
-            participant=services.request.participant,
+            participant=self._services.request.participant,
         )
+        return PlannedCall(self._services, client, request)
+
+    async def make(
+        self, call: PlannedCall, answer: Answer, assembly: StreamAssembly | None = None
+    ) -> ModelResponse:
+        """Admit a call, have it answered, settle it.
+
+        Args:
+            call: what is asked of whom.
+            answer: asks the provider, under the output cap that was granted.
+            assembly: what has come of a streamed answer; a call that fails is charged with the usage that
+                it knows, and certainly began when there is anything in it.
+        """
+        services, request, client = self._services, call.request, call.client
         call_id = services.next_call_id()
         admission = AdmitModel(
             participant=services.participant,
             call_id=call_id,
-            role=role,
+            role=request.role,
             projected_input=self._project(request, client),
-            requested_output=max_tokens,
+            requested_output=request.max_tokens,
         )
         settlement = SettleModel(
             participant=services.participant,
@@ -106,19 +153,25 @@ class ModelCalls:
             raise
         assert isinstance(admitted, ModelAdmitted)
         try:
-            response = await client.generate(msgspec.structs.replace(request, max_tokens=admitted.max_tokens))
-            usage = _usage_of(response, client)
+            response = await answer(msgspec.structs.replace(request, max_tokens=admitted.max_tokens))
+            usage = self.checked(response, client).usage
             settlement = msgspec.structs.replace(settlement, usage=usage, answered=not services.cancelled)
         except ModelFailed as error:
-            settlement = msgspec.structs.replace(
-                settlement, started=error.started, usage=_reported_usage(error)
-            )
+            began = error.started or (assembly is not None and assembly.begun)
+            settlement = msgspec.structs.replace(settlement, started=began, usage=_reported_usage(error))
             raise
         finally:
+            if assembly is not None and settlement.usage is None:
+                settlement = msgspec.structs.replace(settlement, usage=assembly.usage)
             await self._port.settle(settlement)
         if services.cancelled:
             raise asyncio.CancelledError("the run is being cancelled")
         return response
+
+    @staticmethod
+    def checked(response: object, client: ModelClient) -> ModelResponse:
+        """A provider's answer, or ``ModelFailed`` for one that cannot be."""
+        return _checked_response(response, client)
 
     def _project(self, request: ModelRequest, client: ModelClient) -> int:
         estimate = self._services.config.estimate_input_tokens
@@ -133,8 +186,7 @@ class ModelCalls:
         return projected
 
 
-def _usage_of(response: object, client: ModelClient) -> Usage | None:
-    """What a provider says that its answer used; raises ``ModelFailed`` for what cannot be."""
+def _checked_response(response: object, client: ModelClient) -> ModelResponse:
     called = f"{client.provider_id} {client.model_id}"
     if not isinstance(response, ModelResponse):
         raise ModelFailed(f"{called} returned {type(response).__name__}, not a ModelResponse")
@@ -150,7 +202,7 @@ def _usage_of(response: object, client: ModelClient) -> Usage | None:
     except (TypeError, ValueError) as error:
         used = None if usage is None else msgspec.to_builtins(usage)
         raise ModelFailed(f"{called} gave an answer that cannot be kept: {error}", usage=used) from None
-    return response.usage
+    return response
 
 
 def _reported_usage(error: ModelFailed) -> Usage | None:

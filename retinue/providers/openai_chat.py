@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import weakref
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
@@ -15,11 +16,19 @@ import msgspec
 from retinue.budgets import Usage
 from retinue.errors import ModelFailed, ValidationFailed
 from retinue.messages import ToolCall
-from retinue.models import ModelRequest, ModelResponse
-from retinue.providers.openai_wire import WireNames, finish_reason, usage, wire_message, wire_tool
+from retinue.models import ModelChunk, ModelRequest, ModelResponse
+from retinue.providers.openai_wire import (
+    StreamPieces,
+    WireNames,
+    finish_reason,
+    usage,
+    wire_message,
+    wire_tool,
+)
+from retinue.stream_assembly import chunks_of
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, AsyncStream
 
 DEFAULT_BASE_URL = "https://api.openai.com/v1"
 DEFAULT_TIMEOUT = 120.0
@@ -50,7 +59,7 @@ class OpenAIChatModel:
     api_key_env: str = "OPENAI_API_KEY"
     """Name of the environment variable that holds the key, in the process that makes the call."""
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds for one answer."""
+    """Seconds for one answer; of a stream, for each of its pieces."""
     limit_parameter: LimitParameter | None = None
     """What the server calls the output cap: ``max_completion_tokens`` at OpenAI, else ``max_tokens``."""
 
@@ -100,6 +109,42 @@ class OpenAIChatModel:
         except openai.OpenAIError as error:
             raise ModelFailed(f"{self._called} failed: {_quote(str(error), key)}") from None
         return self._response(raw.content, names, key)
+
+    async def stream(self, request: ModelRequest) -> AsyncIterator[ModelChunk]:
+        """One completion, piece by piece, without retries; closing it ends the request."""
+        names = WireNames(request.tools)
+        options = self._options(request, names)
+        key = self._key()
+        client = await self._client(key)
+        import openai
+
+        try:
+            stream = await client.chat.completions.create(
+                **options, stream=True, stream_options={"include_usage": True}
+            )
+            try:
+                kind = stream.response.headers.get("content-type", "")
+                if "json" in kind or "html" in kind:  # a server that does not stream, or is none
+                    for chunk in chunks_of(self._response(await _body(stream), names, key)):
+                        yield chunk
+                    return
+                pieces = StreamPieces(names)
+                async for raw in stream:
+                    for chunk in pieces.take(raw.to_dict(warnings=False)):
+                        yield chunk
+            finally:
+                await stream.close()
+        except openai.APIStatusError as error:
+            self._refused(error.status_code, error.body, key)
+        except openai.APIConnectionError as error:
+            self._unreachable(error)
+        except openai.OpenAIError as error:
+            raise ModelFailed(f"{self._called} failed: {_quote(str(error), key)}") from None
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise ModelFailed(
+                f"{self._called} streamed something that is no chat completion; check that the base URL is "
+                "the API's root, which usually ends in /v1"
+            ) from None
 
     async def close(self) -> None:
         """Close the connections that this event loop has to the server; a later call opens new ones."""
@@ -248,6 +293,16 @@ class OpenAIChatModel:
             f"{self._called} broke the connection ({kind if cause else type(error).__name__}); "
             "look into its log"
         ) from None
+
+
+async def _body(stream: AsyncStream[Any]) -> bytes:
+    """What a server answered instead of a stream."""
+    import openai
+
+    try:
+        return bytes(await stream.response.aread())
+    except Exception as error:
+        raise openai.APIConnectionError(request=stream.response.request) from error
 
 
 def _error_text(body: bytes) -> str:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from retinue.budgets import Usage
 from retinue.messages import AudioPart, Content, FilePart, ImagePart, Message, TextPart
-from retinue.models import FinishReason, ToolSchema
+from retinue.models import (
+    FinishPiece,
+    FinishReason,
+    ModelChunk,
+    TextPiece,
+    ToolCallPiece,
+    ToolSchema,
+    UsagePiece,
+)
 
 
 class WireNames:
@@ -115,3 +123,48 @@ def finish_reason(reported: object, has_calls: bool) -> FinishReason:
     if reported in ("length", "content_filter"):
         return "length" if reported == "length" else "content_filter"
     return "tool_calls" if has_calls else "stop"
+
+
+class StreamPieces:
+    """Turns the chunks of one streamed completion into ours.
+
+    The usage comes last, in a chunk without choices. Some servers repeat it with every chunk, as a running
+    total, and some put it into the last one that has choices. Reasoning is left out.
+    """
+
+    def __init__(self, names: WireNames) -> None:
+        self._names = names
+        self._calls: dict[str, int] = {}
+        """Places of tool calls by id, for servers that give none."""
+        self._place = 0
+        self._called = False
+        self._finished = False
+
+    def take(self, raw: Mapping[str, Any]) -> Iterator[ModelChunk]:
+        """The pieces in a chunk; raises ``TypeError`` or ``LookupError`` for what is none."""
+        choices = raw.get("choices") or []
+        for choice in choices[:1]:
+            delta = choice.get("delta") or {}
+            if text := delta.get("content") or delta.get("refusal"):
+                yield TextPiece(text)
+            for call in delta.get("tool_calls") or []:
+                yield self._call(call)
+            finish = choice.get("finish_reason")
+            if finish and not self._finished:
+                self._finished = True
+                yield FinishPiece(finish_reason(finish, self._called))
+        if (used := usage(raw.get("usage"))) is not None:
+            yield UsagePiece(used, terminal=not choices)
+
+    def _call(self, call: Mapping[str, Any]) -> ToolCallPiece:
+        function = call.get("function") or {}
+        call_id, name, index = call.get("id"), function.get("name"), call.get("index")
+        if index is None:
+            index = self._calls.setdefault(call_id, len(self._calls)) if call_id else self._place
+        self._place, self._called = index, True
+        return ToolCallPiece(
+            index=index,
+            id=call_id,
+            name=self._names.from_wire(name) if name else None,
+            arguments=function.get("arguments") or "",
+        )

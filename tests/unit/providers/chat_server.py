@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import select
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,8 @@ from typing import Any
 from retinue.messages import Message, ToolCall
 from retinue.models import ModelRequest, ModelResponse, ToolSchema
 from retinue.providers.extractive import ExtractiveModel
+
+HOLD = object()
 
 
 @dataclass
@@ -29,10 +33,48 @@ class ChatServer:
     requests: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     """The Authorization header of each request."""
+    pieces: list[object] | None = None
+    """Chunks of every stream: JSON data, bytes as they are, or ``HOLD`` to wait until ``go`` is set."""
+    go: threading.Event = field(default_factory=threading.Event)
+    held: threading.Event = field(default_factory=threading.Event)
+    """A stream waits at ``HOLD``."""
+    left: threading.Event = field(default_factory=threading.Event)
+    """A client went away while its stream was held."""
 
     def says(self, body: object, status: int = 200) -> None:
         """Answer every request with this JSON."""
         self.answer = (status, "application/json", json.dumps(body).encode())
+
+    def streams(self, *pieces: object, done: bool = True) -> None:
+        """Answer every request for a stream with these chunks."""
+        self.pieces = [*pieces, b"data: [DONE]\n\n"] if done else list(pieces)
+
+    def stream(self, body: bytes, out: socket.socket) -> bool:
+        """Answer a request for a stream, if this is one and there are pieces to answer with."""
+        asked = json.loads(body)
+        if self.pieces is None or not asked.get("stream"):
+            return False
+        self.requests.append(asked)
+        head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+        out.sendall(head.encode())
+        for piece in self.pieces:
+            if piece is HOLD:
+                self.held.set()
+                if self._wait(out):
+                    self.left.set()
+                    return True
+            elif isinstance(piece, bytes):
+                out.sendall(piece)
+            else:
+                out.sendall(b"data: " + json.dumps(piece).encode() + b"\n\n")
+        return True
+
+    def _wait(self, out: socket.socket) -> bool:
+        """Wait until ``go`` is set; true when the client leaves before."""
+        while not self.go.is_set():
+            if select.select([out], [], [], 0.01)[0] and not out.recv(1):
+                return True
+        return False
 
     def respond(self, body: bytes) -> tuple[int, str, bytes]:
         asked = json.loads(body)
@@ -54,7 +96,12 @@ def chat_server(delay: float = 0.0, port: int = 0) -> Iterator[ChatServer]:
 
         def do_POST(self) -> None:
             state.keys.append(self.headers.get("Authorization"))
-            status, kind, body = state.respond(self.rfile.read(int(self.headers["Content-Length"])))
+            asked = self.rfile.read(int(self.headers["Content-Length"]))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                if state.stream(asked, self.connection):
+                    self.close_connection = True
+                    return
+            status, kind, body = state.respond(asked)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
