@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 PYTHON ?=
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format bench soak clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ format: $(STAMP) ## let ruff repair and format what it can
 bench: $(STAMP) ## measure, print a table, write build/bench.json
 	@mkdir -p build
 	@exec $(BIN)/python -m benchmarks $(ARGS)
+
+soak: $(STAMP) ## many sessions through one pool: are actors and memory flat? (ARGS="--sessions 100000")
+	@exec $(BIN)/python -m benchmarks.soak $(ARGS)
 
 clean: ## remove .venv and what was built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -11,15 +11,35 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import commits, fanout, warm_run
+from benchmarks import (
+    cancel_latency,
+    cold_session,
+    commits,
+    fanout,
+    idle_sessions,
+    time_to_first_event,
+    warm_run,
+)
 from benchmarks.measure import Row
 from retinue import connect
 
-BENCHMARKS = {"warm_run": warm_run.measure, "fanout": fanout.measure, "commits": commits.measure}
+BENCHMARKS = {
+    "warm_run": warm_run.measure,
+    "cold_session": cold_session.measure,
+    "fanout": fanout.measure,
+    "commits": commits.measure,
+    "idle_sessions": idle_sessions.measure,
+    "time_to_first_event": time_to_first_event.measure,
+    "cancel_latency": cancel_latency.measure,
+}
 TARGETS = {
     "warm_run": "ratio ≤ 6 hops",
+    "cold_session": "ratio ≤ 10 hops",
     "fanout": "≥ 150/s, ≤ 1 MB each",
     "commits": "≥ 1,000/s",
+    "idle_sessions": "≤ 1 MB each",
+    "time_to_first_event": "ratio ≤ 6 hops",
+    "cancel_latency": "ratio ≤ 6 hops",
 }
 COLUMNS = ("p50_ms", "hop_ms", "ratio", "hops", "per_s", "mb_each")
 REPORT = Path("build/bench.json")
