@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
+from weakref import WeakValueDictionary
 
 import msgspec
 import ray
@@ -15,21 +15,21 @@ from retinue.actors.control_actor import control_actor
 from retinue.actors.deployment import Deployment
 from retinue.actors.messages import Hello, Welcome, Whereabouts
 from retinue.actors.names import keeper_name
-from retinue.actors.session_host import RemoteHost
+from retinue.actors.remote_host import RemoteHost
 from retinue.actors.store_actor import RemoteEngine
 from retinue.actors.wire import call, decode, encode, read_reply
 from retinue.apps import AppSpec
 from retinue.client import HostGone, Located, SessionClient
 from retinue.errors import ClusterUnreachable, Overloaded
+from retinue.following import host_feed
 from retinue.handles import RunHandle
 from retinue.ids import SessionAddress, new_id
+from retinue.looks import Looks
 from retinue.loop import before_exit
 from retinue.protocol import RunStatus
 from retinue.storage import is_relative, normalise_url
 from retinue.store import Store
 
-STATUS_PERIOD = 0.5
-"""Seconds between looks at the runs whose handles are asked for state or budget."""
 REMEMBERED_PLACES = 10_000
 """Sessions whose hosts one runtime remembers; the directory is asked for others."""
 _withdrawing: set[str] = set()
@@ -67,15 +67,16 @@ class RayBackend:
         """Activations of this app, where runs can be started."""
         self._followed: dict[SessionAddress, Located] = {}
         """Activations of any app, whose runs are followed."""
-        self._polled: weakref.WeakSet[RunHandle] = weakref.WeakSet()
-        self._poller: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hosts: WeakValueDictionary[str, RemoteHost] = WeakValueDictionary()
+        """By host id: an actor handle takes 30 kB, and a shared host has many sessions."""
+        self._losing: dict[str, asyncio.Task[None]] = {}
+        """Host ids of which the directory is just told that they are lost."""
+        self._looks = Looks(self.client)
 
     # --- connecting ---------------------------------------------------------------------------------------
 
     async def client(self) -> SessionClient:
         """Connected on first use; a failed connection is tried again by the next call."""
-        self._loop = asyncio.get_running_loop()
         if self._connecting is None or (
             self._connecting.done() and (self._connecting.cancelled() or self._connecting.exception())
         ):
@@ -142,7 +143,7 @@ class RayBackend:
             await self._introduce(self._deployed)  # the keeper of this app died with all it knew
             data, handle = await self._ask_directory("locate", question)
             whereabouts = read_reply(data, Whereabouts)
-        located = _located(whereabouts, handle)
+        located = self._place(whereabouts, handle)
         _remember(self._located, address, located)
         return located
 
@@ -154,9 +155,16 @@ class RayBackend:
         if found is None:
             return None
         data, handle = found
-        located = _located(decode(data, Whereabouts), handle)
+        located = self._place(decode(data, Whereabouts), handle)
         _remember(self._followed, address, located)
         return located
+
+    def _place(self, whereabouts: Whereabouts, handle: Any) -> Located:
+        host_id = whereabouts.host_id
+        host = self._hosts.get(host_id)
+        if host is None:
+            host = self._hosts[host_id] = RemoteHost(handle)
+        return Located(host, host_id, whereabouts.activation_id, host_feed(host_id, host))
 
     def forget(self, address: SessionAddress, located: Located) -> None:
         for places in (self._located, self._followed):
@@ -167,7 +175,16 @@ class RayBackend:
     async def host_lost(self, address: SessionAddress, located: Located) -> None:
         self._located.pop(address, None)
         self._followed.pop(address, None)
-        await self._ask_directory("host_lost", located.host_id)
+        losing = self._losing.get(located.host_id)
+        if losing is None:  # everybody who follows something there comes at the same moment
+            losing = self._losing[located.host_id] = asyncio.ensure_future(self._lose(located.host_id))
+        await asyncio.shield(losing)
+
+    async def _lose(self, host_id: str) -> None:
+        try:
+            await self._ask_directory("host_lost", host_id)
+        finally:
+            del self._losing[host_id]
 
     async def _ask_directory(self, method: str, argument: object) -> Any:
         try:
@@ -178,35 +195,11 @@ class RayBackend:
     # --- status -------------------------------------------------------------------------------------------
 
     def peek(self, handle: RunHandle) -> RunStatus | None:
-        if not handle.over and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._poll, handle)
-        return handle.last_status
-
-    def _poll(self, handle: RunHandle) -> None:
-        self._polled.add(handle)
-        if self._poller is None:
-            self._poller = asyncio.ensure_future(self._polling())
-
-    async def _polling(self) -> None:
-        """Keep the handles that somebody looks at fresh, until their runs end."""
-        while self._polled:
-            await asyncio.gather(*(self._refresh(handle) for handle in list(self._polled)))
-            await asyncio.sleep(STATUS_PERIOD)
-        self._poller = None
-
-    async def _refresh(self, handle: RunHandle) -> None:
-        try:
-            await handle.refresh(await self.client())
-        except Exception:
-            self._polled.discard(handle)  # whoever waits for the run is told; a look at it is not worth more
-        if handle.over:
-            self._polled.discard(handle)
+        return self._looks.peek(handle)
 
     async def close(self) -> None:
         """Runs and sessions go on; only what this process follows ends."""
-        if self._poller is not None:
-            self._poller.cancel()
-            self._poller = None
+        self._looks.close()
         self._located.clear()
         self._followed.clear()
 
@@ -215,10 +208,6 @@ def _remember(places: dict[SessionAddress, Located], address: SessionAddress, lo
     places[address] = located
     if len(places) > REMEMBERED_PLACES:
         del places[next(iter(places))]
-
-
-def _located(whereabouts: Whereabouts, handle: Any) -> Located:
-    return Located(RemoteHost(handle), whereabouts.host_id, whereabouts.activation_id)
 
 
 def _withdraw_at_exit(connection: Connection, deployed: Deployment) -> None:

@@ -14,12 +14,15 @@ import msgspec
 from retinue.actors.background import Background
 from retinue.actors.channel import Inbox, Outbox
 from retinue.actors.messages import Down, KeepAlive, LateReply, RunChild, StopChild, Up, UpAnswer
+from retinue.actors.reports import own_report
+from retinue.actors.tool_tasks import RayTasks
 from retinue.actors.wire import call, decode, encode
 from retinue.apps import AppSpec, load_app
 from retinue.budgets import BudgetSnapshot
 from retinue.children import ChildExecution
-from retinue.client import HostGone, empty_budget
+from retinue.client import HostGone
 from retinue.config import RuntimeConfig
+from retinue.ended_runs import empty_budget
 from retinue.execution import error_payload
 from retinue.protocol import ChildOrder, Finished, ParticipantMessage, Rejected, RootReply, SettleModel
 from retinue.workers import Workers
@@ -67,6 +70,9 @@ class ChildPort:
         self.budget: BudgetSnapshot = empty_budget()
         self.hops = 0
 
+    steer_waits = False
+    """Live input is the root's."""
+
     async def ask(self, message: ParticipantMessage) -> RootReply:
         ask_id = next(self._core.ask_ids)
         answer: asyncio.Future[RootReply] = asyncio.get_running_loop().create_future()
@@ -106,7 +112,7 @@ class ChildHostCore:
     def __init__(self, host_id: str, app: AppSpec) -> None:
         self.host_id = host_id
         self.loop = asyncio.get_running_loop()
-        self.workers = Workers("retinue-child")
+        self.workers = Workers("retinue-child", tasks=RayTasks())
         self.ask_ids = itertools.count(1)
         self._app = app
         self._config: RuntimeConfig | None = None
@@ -173,7 +179,7 @@ class ChildHostCore:
         config = await self.load()
         if order.run_id not in root.starting:  # stopped before it began
             return Finished(participant=order.run_id, cancelled=True)
-        child = ChildExecution(order, config, port, self.workers.threads)
+        child = ChildExecution(order, config, port, self.workers)
         root.children[order.run_id] = child
         return await asyncio.wrap_future(self.workers.submit(child.run()))
 
@@ -284,6 +290,12 @@ class ChildHostActor:
     async def statistics(self) -> bytes:
         """What is here; ``null`` before the host is ready."""
         return encode(self._core.statistics() if self._core is not None else None)
+
+    async def report(self, name: str) -> bytes:
+        """What this actor is, for listings."""
+        if self._core is None:
+            return own_report("child host", state="starting", apps=[self._app.name])
+        return own_report("child host", apps=[self._app.name], delegates=self._core.statistics().children)
 
     async def watch(self) -> None:
         """Never returns while the process lives."""

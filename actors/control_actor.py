@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
@@ -18,10 +19,12 @@ import ray
 
 from retinue.actors.background import Background
 from retinue.actors.child_host import ChildHostStatistics
-from retinue.actors.directory import Directory, HostReference
+from retinue.actors.directory import Directory
+from retinue.actors.hosts import HostReference
 from retinue.actors.messages import Hello, HostDescription, Welcome, Whereabouts
 from retinue.actors.names import (
     CHILD_HOST_PREFIX,
+    DIRECTORY,
     HOST_PREFIX,
     KEEPER_PREFIX,
     REGISTRY,
@@ -30,9 +33,10 @@ from retinue.actors.names import (
 )
 from retinue.actors.pool import POOL_IDLE, PoolKeeper, PoolOptions
 from retinue.actors.ray_hosts import CONTROL_CALLS, RayHostFactory, RayHosts, actor_options
+from retinue.actors.reports import Role, own_report
 from retinue.actors.store_actor import RemoteEngine, StoreDescription, start_store_actor
 from retinue.actors.wire import accepted, answered, call, decode, encode, read_reply, refused
-from retinue.apps import AppSpec
+from retinue.apps import AppSpec, Isolation
 from retinue.client import HostGone
 from retinue.errors import (
     LeaseLost,
@@ -42,11 +46,14 @@ from retinue.errors import (
     StoreUnavailable,
     VersionMismatch,
 )
+from retinue.host import IDLE_TIMEOUT
 from retinue.ids import PROTOCOL_VERSION, SessionAddress, new_id
-from retinue.recovery import end_interrupted_runs
+from retinue.recovery import end_interrupted_runs, queued_app
 from retinue.storage import this_process
 from retinue.store import Store
 from retinue.store_wait import until_stored
+
+_log = logging.getLogger(__name__)
 
 REMEMBERED_ANSWERS = 1_000
 """Answers kept for requests that come twice."""
@@ -57,7 +64,9 @@ class DeployOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a cluster's runtime is set up."""
 
     max_resident: int
-    """Sessions resident at once."""
+    """Session hosts in use at once: dedicated sessions, and shared hosts whatever they hold."""
+    idle_timeout: float = IDLE_TIMEOUT
+    """Seconds without use after which a session leaves memory."""
     pool: PoolOptions = msgspec.field(default_factory=PoolOptions)
     versions: dict[str, str] = msgspec.field(default_factory=dict)
     """What a registry knows from the start, and again after a restart."""
@@ -110,9 +119,11 @@ class ControlActor:
         if app.digest not in self._pools:
             for other in self._pools.values():
                 other.retire()  # the newest app is the one that is worked with: a notebook tries many
-            pool = PoolKeeper(
-                app.name, RayHostFactory(self._namespace, self._cluster_id, app), self._options.pool
-            )
+            options = self._options.pool
+            if app.isolation == "shared":  # one spare has room for many sessions
+                options = msgspec.structs.replace(options, session_spares=min(1, options.session_spares))
+            factory = RayHostFactory(self._namespace, self._cluster_id, app)
+            pool = PoolKeeper(app.name, factory, options)
             self._pools[app.digest] = pool
             self._kept[app.digest] = app
             if _restarted():
@@ -125,7 +136,7 @@ class ControlActor:
         pool.prepare()
         async for handle, data in self._ask_all(HOST_PREFIX, "describe"):
             spare: HostDescription | None = decode(data, HostDescription | None)
-            if spare is not None and spare.app.digest == digest and not spare.sessions:
+            if spare is not None and spare.app.digest == digest and not spare.activations:
                 pool.give_back(HostReference(spare.host_id, handle))
         async for handle, data in self._ask_all(CHILD_HOST_PREFIX, "statistics"):
             host: ChildHostStatistics | None = decode(data, ChildHostStatistics | None)
@@ -228,9 +239,17 @@ class ControlActor:
                 give_back=self._give_back,
                 recover=self._recover,
                 max_resident=self._options.max_resident,
+                idle_timeout=self._options.idle_timeout,
                 app_name=lambda digest: self._apps[digest].name if digest in self._apps else digest[:12],
+                isolation=self._isolation,
             )
         return self._directory
+
+    def _isolation(self, digest: str) -> Isolation:
+        app = self._apps.get(digest)
+        if app is None:
+            raise _no_pool()
+        return app.isolation
 
     async def _rebuild(self) -> None:
         """After a restart: find the stores, the keepers and the hosts again. They are all named actors."""
@@ -245,19 +264,22 @@ class ControlActor:
                 await self.introduce(data, keeper)
         async for handle, data in self._ask_all(HOST_PREFIX, "describe"):
             host: HostDescription | None = decode(data, HostDescription | None)
-            if host is None or not host.sessions:
-                continue
+            if host is None or not host.activations:
+                continue  # a spare of its keeper's
             if host.app.digest not in self._hosts.keepers and self._options.versions:  # all roles are here
                 await self.keep(encode(host.app))
                 await self.introduce(encode(host.app), own_handle)
+            self._apps.setdefault(host.app.digest, host.app)
             directory.adopt(HostReference(host.host_id, handle), host.app.digest, list(host.sessions))
 
     async def _read_settings(self) -> None:
-        """The registry may know a later cap than this actor's constructor."""
+        """The registry may know later limits than this actor's constructor."""
         try:
             registry = await asyncio.to_thread(ray.get_actor, REGISTRY, self._namespace)
             settings = decode(await call(registry.settings), DeployOptions)
-            self._options = msgspec.structs.replace(self._options, max_resident=settings.max_resident)
+            self._options = msgspec.structs.replace(
+                self._options, max_resident=settings.max_resident, idle_timeout=settings.idle_timeout
+            )
         except (HostGone, ValueError):
             pass
 
@@ -276,11 +298,17 @@ class ControlActor:
         await asyncio.shield(self._rebuilding)
         return self._start_directory()
 
-    async def set_max_resident(self, count: int) -> None:
-        """Let so many sessions be resident at once, from now on."""
-        self._options = msgspec.structs.replace(self._options, max_resident=count)
+    async def set_limits(self, max_resident: int | None, idle_timeout: float | None) -> None:
+        """Change the limits that are given, from now on."""
+        options = self._options
+        self._options = msgspec.structs.replace(
+            options,
+            max_resident=options.max_resident if max_resident is None else max_resident,
+            idle_timeout=options.idle_timeout if idle_timeout is None else idle_timeout,
+        )
         if self._directory is not None:
-            self._directory.max_resident = count
+            self._directory.max_resident = self._options.max_resident
+            self._directory.idle_timeout = self._options.idle_timeout
 
     async def introduce(self, data: bytes, keeper: Any) -> None:
         """This keeper has hosts of this app."""
@@ -317,9 +345,7 @@ class ControlActor:
     async def _take_host(self, digest: str) -> HostReference:
         keeper = self._hosts.keepers.get(digest)
         if keeper is None:
-            raise Overloaded(
-                "the pool of this app is gone; its program must bring it again", reason="no_pool"
-            )
+            raise _no_pool()
         host_id, handle = await call(keeper.take_host, new_id("request"), digest)
         return HostReference(host_id, handle)
 
@@ -371,19 +397,32 @@ class ControlActor:
     async def _recover_in(self, store: Store, host_id: str) -> None:
         """The same in one store; one that does not answer is tried again, beyond the time that runs wait."""
         try:
-            for address in await until_stored(lambda: store.fence(host_id)):
-                await until_stored(functools.partial(self._end_runs, store, address))
+            addresses = await until_stored(lambda: store.fence(host_id))
         except StoreUnavailable:
             self._background.run(self._recover_in(store, host_id))
+            return
+        await asyncio.gather(*(self._recover_session(store, address) for address in addresses))
+
+    async def _recover_session(self, store: Store, address: SessionAddress) -> None:
+        try:
+            await until_stored(functools.partial(self._end_runs, store, address))
+        except StoreUnavailable:
+            self._background.run(self._recover_session(store, address))
+        except RetinueError as error:  # a damaged record: the others of this host must not wait for it
+            _log.error("the runs of session %s could not be ended: %s", address.session_key, error)
 
     async def _end_runs(self, store: Store, address: SessionAddress) -> None:
         holder = this_process(new_id("directory"), self._cluster_id)
         try:
             grant = await store.acquire(address, holder)
-            await end_interrupted_runs(store, grant)
+            queued = {queued_app(record) for record in grant.open_runs if record.queued}
+            digest = next((app for app in queued if app in self._hosts.keepers), None)
+            _, kept = await end_interrupted_runs(store, grant, digest)
             await store.release(grant.lease)
         except (SessionConflict, LeaseLost):
-            pass  # somebody has taken it over already, and ends its runs
+            return  # somebody has taken it over already, and ends its runs
+        if kept and digest is not None:  # an activation takes up what was queued
+            await (await self._standing()).locate(address, digest)
 
     # --- all ----------------------------------------------------------------------------------------------
 
@@ -420,6 +459,21 @@ class ControlActor:
 
     async def ping(self) -> bytes:
         return await answered(asyncio.sleep(0))
+
+    async def report(self, name: str) -> bytes:
+        """What this actor is, for listings; ``name`` is its own."""
+        roles: list[Role] = []
+        if name == REGISTRY:
+            roles.append("registry")
+        if self._directory is not None or name == DIRECTORY:
+            roles.append("directory")
+        if self._pools or self._options.app is not None:
+            roles.append("keeper")
+        return own_report(*roles, apps=[app.name for app in self._kept.values()])
+
+
+def _no_pool() -> Overloaded:
+    return Overloaded("the pool of this app is gone; its program must bring it again", reason="no_pool")
 
 
 async def named_actors(prefix: str, namespace: str) -> list[Any]:

@@ -19,10 +19,11 @@ from retinue.actors.control_actor import DeployOptions, control_actor
 from retinue.actors.names import DIRECTORY, KEEPER_PREFIX, NAMESPACE, REGISTRY
 from retinue.actors.pool import PoolOptions
 from retinue.errors import ClusterUnreachable, VersionMismatch
+from retinue.host import IDLE_TIMEOUT
 from retinue.ids import PROTOCOL_VERSION, new_id
 
 SESSION_HOST_BYTES = 64 * 2**20
-"""Memory of one dedicated session host, by which the number of resident sessions is capped."""
+"""Memory of one session host, by which the number of those in use is capped."""
 _ATTEMPTS = 20
 _PING_SECONDS = 30.0
 
@@ -38,13 +39,16 @@ class Deployment:
     """One process has all the roles (ephemeral)."""
 
 
-def default_options(*, ephemeral: bool, max_resident: int | None = None) -> DeployOptions:
-    """Options by what the machine has: a quarter of its memory for resident sessions."""
+def default_options(
+    *, ephemeral: bool, max_resident: int | None = None, idle_timeout: float | None = None
+) -> DeployOptions:
+    """Options by what the machine has: a quarter of its memory for session hosts."""
     memory = psutil.virtual_memory().total // 4
     processors = int(ray.cluster_resources().get("CPU", 1))  # type: ignore[no-untyped-call]
     spares = PoolOptions().session_spares
     return DeployOptions(
         max_resident=max_resident or max(2, int(memory // SESSION_HOST_BYTES)),
+        idle_timeout=IDLE_TIMEOUT if idle_timeout is None else idle_timeout,
         pool=PoolOptions(
             session_spares=1 if ephemeral else spares,
             max_child_hosts=max(1, processors),
@@ -61,15 +65,28 @@ def attach(
         VersionMismatch: only other protocol versions stand there.
         ClusterUnreachable: the registry does not come to life.
     """
+    standing = find(namespace)
+    if standing is not None:
+        return standing
+    if not ephemeral:
+        deploy(namespace, options=options)
+        return attach(namespace, ephemeral=False)
+    options = options or default_options(ephemeral=True)
+    options = msgspec.structs.replace(options, versions={str(PROTOCOL_VERSION): REGISTRY})
+    control = _start(REGISTRY, namespace, options)
+    return Deployment(control, REGISTRY, namespace, alone=True)
+
+
+def find(namespace: str = NAMESPACE) -> Deployment | None:
+    """The actors that stand on the cluster; ``None`` where there are none. Starts nothing.
+
+    Raises:
+        VersionMismatch: only other protocol versions stand there.
+        ClusterUnreachable: the registry does not answer.
+    """
     registry = _find(REGISTRY, namespace)
     if registry is None:
-        if not ephemeral:
-            deploy(namespace, options=options)
-            return attach(namespace, ephemeral=False)
-        options = options or default_options(ephemeral=True)
-        options = msgspec.structs.replace(options, versions={str(PROTOCOL_VERSION): REGISTRY})
-        control = _start(REGISTRY, namespace, options)
-        return Deployment(control, REGISTRY, namespace, alone=True)
+        return None
     versions = read_versions(registry)
     name = versions.get(str(PROTOCOL_VERSION))
     if name is None:
@@ -87,22 +104,29 @@ def attach(
 
 
 def deploy(
-    namespace: str = NAMESPACE, *, options: DeployOptions | None = None, max_resident: int | None = None
+    namespace: str = NAMESPACE,
+    *,
+    options: DeployOptions | None = None,
+    max_resident: int | None = None,
+    idle_timeout: float | None = None,
 ) -> None:
     """Start registry and directory of this version. Harmless where they stand.
 
     Args:
         namespace: of the actors.
         options: how they are set up, if they do not stand yet.
-        max_resident: sessions resident at once; given, it also changes the cap of a directory that stands.
+        max_resident: session hosts in use at once; given, it also changes the cap of a directory that stands.
+        idle_timeout: seconds without use after which a session leaves memory; changes likewise.
     """
-    options = options or default_options(ephemeral=False, max_resident=max_resident)
+    options = options or default_options(
+        ephemeral=False, max_resident=max_resident, idle_timeout=idle_timeout
+    )
     versions = {str(PROTOCOL_VERSION): DIRECTORY}
     registry = _start(REGISTRY, namespace, msgspec.structs.replace(options, versions=versions))
     directory = _start(DIRECTORY, namespace, options)
-    if max_resident is not None:
-        # The registry remembers it for a directory that restarts.
-        ray.get([each.set_max_resident.remote(max_resident) for each in (registry, directory)])
+    if max_resident is not None or idle_timeout is not None:
+        # The registry remembers them for a directory that restarts.
+        ray.get([each.set_limits.remote(max_resident, idle_timeout) for each in (registry, directory)])
     ray.get(registry.register.remote(PROTOCOL_VERSION, DIRECTORY))
 
 

@@ -55,6 +55,8 @@ class HostDescription(msgspec.Struct, frozen=True, kw_only=True):
     app: AppSpec
     sessions: Sequence[tuple[SessionAddress, str]]
     """Address and activation id of each resident session."""
+    activations: int
+    """Sessions that came to life here so far; 0 for a spare."""
 
 
 # --- session host to child host ---------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from retinue.actors.background import Background
-from retinue.actors.directory import HostReference
+from retinue.actors.hosts import HostReference
 from retinue.client import HostGone
 from retinue.errors import Overloaded, RetinueError
 from retinue.ids import new_id
@@ -25,6 +25,9 @@ CHILDREN_PER_HOST = 64
 """Delegates at once in one child host."""
 SESSION_SPARES = 2
 CHILD_SPARES = 1
+REFILL_DELAY = 0.25
+"""Seconds before the next spare is started while others are left: a process that starts takes a processor,
+which the session that is just coming to life needs."""
 POOL_IDLE = 300.0
 """Seconds without any request after which a pool ends its unused processes."""
 
@@ -145,12 +148,23 @@ class PoolKeeper:
         self.prepare()
         if self._spares:
             host = self._spares.popleft()
-            self._refill()
+            self._refill_soon()
             return host
         taker: asyncio.Future[HostReference] = asyncio.get_running_loop().create_future()
         self._takers.append(taker)
         self._refill()
         return await taker
+
+    def _refill_soon(self) -> None:
+        """Start the next spare: at once when none is left, else after whoever took one has begun its run."""
+        if self._spares:
+            self._background.run(self._refill_later())
+        else:
+            self._refill()
+
+    async def _refill_later(self) -> None:
+        await asyncio.sleep(REFILL_DELAY)
+        self._refill()
 
     def _refill(self) -> None:
         ahead = self._options.session_spares if self._ready_ahead else 0
@@ -270,7 +284,9 @@ class PoolKeeper:
         """Delegates of a session host have ended."""
         host = self._child_hosts.get(host_id)
         if host is not None:
-            host.load[requester] = max(0, host.load[requester] - count)
+            host.load[requester] -= count
+            if host.load[requester] <= 0:
+                del host.load[requester]  # session hosts come and go: nothing of them stays here
             self._serve()
 
     def release_all(self, requester: str) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from retinue.actors.background import Background
 from retinue.actors.channel import Inbox, Outbox
-from retinue.actors.directory import HostReference
+from retinue.actors.hosts import HostReference
 from retinue.actors.messages import Down, KeepAlive, LateReply, RunChild, StopChild, Up, UpAnswer
 from retinue.actors.wire import encode
 from retinue.client import HostGone

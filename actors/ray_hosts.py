@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 
 from retinue.actors.child_host import ChildHostActor
-from retinue.actors.directory import HostReference
+from retinue.actors.hosts import HostReference
 from retinue.actors.messages import Activate
 from retinue.actors.names import child_host_name, host_name
 from retinue.actors.session_host import SessionHostActor
 from retinue.actors.store_actor import StoreDescription
-from retinue.actors.wire import call, encode, read_reply
+from retinue.actors.wire import call, decode, encode, read_reply
 from retinue.apps import AppSpec
+from retinue.hooks import DeactivationReason
 from retinue.ids import SessionAddress
-from retinue.sessions import DeactivationReason
 
 CONTROL_CALLS = 10_000
 """Calls at once in the group that owns state; none of them runs user code."""
 WAITING_CALLS = 100_000
 """Calls at once that wait for something."""
-_WAITING_METHODS = {"watch", "result", "events"}
+_WAITING_METHODS = {"watch", "result", "events", "next_batch"}
 
 
 class RayHosts:
@@ -57,8 +59,8 @@ class RayHosts:
     async def watch(self, host: HostReference) -> None:
         await call(host.handle.watch)
 
-    async def ping(self, host: HostReference) -> None:
-        await call(host.handle.ping)
+    async def ping(self, host: HostReference) -> Mapping[str, float | None]:
+        return decode(await call(host.handle.ping), dict[str, float | None])
 
     def end(self, host: HostReference) -> None:
         ray.kill(host.handle)
@@ -74,19 +76,24 @@ class RayHostFactory:
 
     async def start_session_host(self, host_id: str) -> Any:
         options = actor_options(host_name(host_id), self._namespace)
-        handle = _actor_class(SessionHostActor).options(**options).remote(host_id, self._cluster_id)
+        handle = await _started(SessionHostActor, options, host_id, self._cluster_id)
         return await _ready(handle, handle, encode(self._app))
 
     async def start_child_host(self, host_id: str) -> Any:
         options = actor_options(child_host_name(host_id), self._namespace)
-        actor = _actor_class(ChildHostActor).options(**options, scheduling_strategy="SPREAD")
-        return await _ready(actor.remote(host_id, encode(self._app)))
+        options["scheduling_strategy"] = "SPREAD"
+        return await _ready(await _started(ChildHostActor, options, host_id, encode(self._app)))
 
     async def watch_child_host(self, handle: Any) -> None:
         await call(handle.watch)
 
     def stop(self, handle: Any) -> None:
         ray.kill(handle)
+
+
+async def _started(cls: type, options: dict[str, Any], *arguments: Any) -> Any:
+    """A handle of a new actor. Ray registers a named one with the cluster before it returns: in a thread."""
+    return await asyncio.to_thread(lambda: _actor_class(cls).options(**options).remote(*arguments))
 
 
 async def _ready(handle: Any, *arguments: Any) -> Any:
@@ -99,8 +106,12 @@ async def _ready(handle: Any, *arguments: Any) -> Any:
     return handle
 
 
+@functools.cache
 def _actor_class(cls: type) -> Any:
-    """The class as a Ray actor, with one group for state and one for calls that wait."""
+    """The class as a Ray actor, with one group for state and one for calls that wait.
+
+    Made once in a process: Ray pickles and registers every such object anew.
+    """
     for name, member in vars(cls).items():
         if asyncio.iscoroutinefunction(member) and not name.startswith("_"):
             group = "waits" if name in _WAITING_METHODS else "control"

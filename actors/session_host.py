@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
-from retinue.actors.directory import HostReference
+from retinue.actors.hosts import HostReference
 from retinue.actors.messages import Activate, Down, HostDescription, Up
 from retinue.actors.pooled_children import PooledChildren
+from retinue.actors.reports import own_report
 from retinue.actors.store_actor import RemoteEngine
-from retinue.actors.wire import answered, call, decode, encode, on_loop, read_reply
+from retinue.actors.tool_tasks import RayTasks
+from retinue.actors.wire import answered, call, decode, encode, on_loop
 from retinue.apps import AppSpec
 from retinue.client import HostGone
+from retinue.feeds import FeedChanges
+from retinue.hooks import DeactivationReason
 from retinue.host import Host
-from retinue.ids import SessionAddress, new_id
+from retinue.ids import new_id
 from retinue.messages import Message
-from retinue.protocol import EventPageReply, RunStatus, Settled, StartRun
-from retinue.sessions import DeactivationReason
+from retinue.protocol import Fork, Receipt, ReplyInput, RunStatus, SendInput, StartRun, VouchFor
 from retinue.storage import this_process
-from retinue.store import Store, StoredSession
+from retinue.store import Store
 from retinue.workers import Workers
 
 
@@ -72,7 +74,6 @@ class SessionHostActor:
         self._links: RemoteChildHosts | None = None
         self._stores: dict[str, Store] = {}
         self._app: AppSpec | None = None
-        self._addresses: dict[str, SessionAddress] = {}
 
     # --- control ------------------------------------------------------------------------------------------
 
@@ -83,7 +84,7 @@ class SessionHostActor:
         self._children = PooledChildren(self._links)
         self._host = Host(
             holder=this_process(self._host_id, self._cluster_id),
-            workers=Workers(),
+            workers=Workers(tasks=RayTasks()),
             launcher=self._children,
             stores_events=True,
         )
@@ -102,7 +103,6 @@ class SessionHostActor:
         if client is None:
             client = self._stores[message.store.store_id] = Store(RemoteEngine(store, message.store))
         await self.host.activate(message.address, message.activation_id, client, message.app)
-        self._addresses[message.activation_id] = message.address
 
     @property
     def host(self) -> Host:
@@ -113,11 +113,29 @@ class SessionHostActor:
         activation_id, start = decode(data, tuple[str, StartRun])
         return await answered(self.host.start(activation_id, start))
 
+    async def send(self, data: bytes) -> bytes:
+        return await answered(self._send(*decode(data, tuple[str, SendInput])))
+
+    async def _send(self, activation_id: str, sent: SendInput) -> Receipt:
+        return self.host.send(activation_id, sent)
+
+    async def reply(self, data: bytes) -> bytes:
+        return await answered(self._reply(*decode(data, tuple[str, ReplyInput])))
+
+    async def _reply(self, activation_id: str, reply: ReplyInput) -> Receipt:
+        return self.host.reply(activation_id, reply)
+
     async def cancel(self, activation_id: str, run_id: str, reason: str) -> bytes:
         return await answered(self._cancel(activation_id, run_id, reason))
 
-    async def _cancel(self, activation_id: str, run_id: str, reason: str) -> RunStatus | None:
+    async def _cancel(self, activation_id: str, run_id: str, reason: str) -> Receipt | None:
         return self.host.cancel(activation_id, run_id, reason)
+
+    async def update_feed(self, data: bytes) -> bytes:
+        return await answered(self._update_feed(*decode(data, tuple[str, FeedChanges])))
+
+    async def _update_feed(self, subscriber: str, changes: FeedChanges) -> None:
+        self.host.feeds.update(subscriber, changes)
 
     async def status(self, activation_id: str, run_id: str) -> bytes:
         return await answered(self._status(activation_id, run_id))
@@ -132,6 +150,20 @@ class SessionHostActor:
         activation_id, messages = decode(data, tuple[str, list[Message]])
         return await answered(self.host.import_legacy(activation_id, messages))
 
+    async def close_resources(self, activation_id: str) -> bytes:
+        return await answered(self.host.close_resources(activation_id))
+
+    async def fork(self, data: bytes) -> bytes:
+        activation_id, fork = decode(data, tuple[str, Fork])
+        return await answered(self.host.fork(activation_id, fork))
+
+    async def mark_replayable(self, data: bytes) -> bytes:
+        activation_id, vouched = decode(data, tuple[str, VouchFor])
+        return await answered(self.host.mark_replayable(activation_id, vouched))
+
+    async def delete(self, activation_id: str) -> bytes:
+        return await answered(self.host.delete(activation_id))
+
     async def passivate(self, activation_id: str, reason: DeactivationReason) -> bytes:
         return await answered(self.host.passivate(activation_id, reason))
 
@@ -144,16 +176,25 @@ class SessionHostActor:
         """What is here; ``null`` before the host is ready."""
         return encode(self._host.statistics() if self._host is not None else None)
 
+    async def report(self, name: str) -> bytes:
+        """What this actor is, for listings."""
+        if self._app is None or self._host is None:
+            return own_report("session host", state="starting")
+        sessions = self._host.statistics().sessions
+        state = "serving" if sessions else "empty" if self._host.activations else "spare"
+        return own_report("session host", state=state, apps=[self._app.name], sessions=sessions)
+
     async def describe(self) -> bytes:
         """What is here, for a directory that restarted; ``null`` before the host is ready."""
         if self._app is None or self._host is None:
             return encode(None)
-        sessions = [
-            (address, activation_id)
-            for activation_id, address in self._addresses.items()
-            if self.host.has(activation_id)
-        ]
-        return encode(HostDescription(host_id=self._host_id, app=self._app, sessions=sessions))
+        description = HostDescription(
+            host_id=self._host_id,
+            app=self._app,
+            sessions=self._host.addresses(),
+            activations=self._host.activations,
+        )
+        return encode(description)
 
     async def leave(self) -> None:
         """Cancel what runs, release every lease."""
@@ -161,8 +202,9 @@ class SessionHostActor:
         assert self._children is not None
         self._children.close()
 
-    async def ping(self) -> None:
-        """Answer."""
+    async def ping(self) -> bytes:
+        """Which activations are here, and for how many seconds each has been idle."""
+        return encode(self.host.idle())
 
     # --- waits --------------------------------------------------------------------------------------------
 
@@ -172,6 +214,11 @@ class SessionHostActor:
     async def events(self, activation_id: str, run_id: str, after: int, limit: int) -> bytes:
         return await answered(self._on_control(self.host.events(activation_id, run_id, after, limit)))
 
+    async def next_batch(self, data: bytes) -> bytes:
+        subscriber, number, changes = decode(data, tuple[str, int, FeedChanges | None])
+        batch = self.host.feeds.next_batch(subscriber, number, changes)
+        return await answered(self._on_control(batch))
+
     async def watch(self) -> None:
         """Never returns while the process lives."""
         await asyncio.Event().wait()
@@ -179,34 +226,3 @@ class SessionHostActor:
     async def _on_control(self, work: Any) -> Any:
         assert self._loop is not None
         return await on_loop(self._loop, work)
-
-
-class RemoteHost:
-    """A session host as a client reaches it: :class:`retinue.client.HostPort` over an actor handle."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    async def start(self, activation_id: str, start: StartRun) -> RunStatus:
-        return read_reply(await call(self._handle.start, encode((activation_id, start))), RunStatus)
-
-    async def cancel(self, activation_id: str, run_id: str, reason: str) -> RunStatus | None:
-        data = await call(self._handle.cancel, activation_id, run_id, reason)
-        return read_reply(data, RunStatus | None)
-
-    async def result(self, activation_id: str, run_id: str) -> Settled:
-        return read_reply(await call(self._handle.result, activation_id, run_id), Settled)
-
-    async def events(self, activation_id: str, run_id: str, after: int, limit: int) -> EventPageReply:
-        data = await call(self._handle.events, activation_id, run_id, after, limit)
-        return read_reply(data, EventPageReply)
-
-    async def status(self, activation_id: str, run_id: str) -> RunStatus:
-        return read_reply(await call(self._handle.status, activation_id, run_id), RunStatus)
-
-    async def read(self, activation_id: str) -> StoredSession:
-        return read_reply(await call(self._handle.read, activation_id), StoredSession)
-
-    async def import_legacy(self, activation_id: str, messages: Sequence[Message]) -> None:
-        data = await call(self._handle.import_legacy, encode((activation_id, list(messages))))
-        read_reply(data, None)

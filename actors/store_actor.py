@@ -10,6 +10,7 @@ import msgspec
 import ray
 
 from retinue.actors.background import Background
+from retinue.actors.reports import own_report
 from retinue.actors.wire import answered, call, decode, encode, read_reply
 from retinue.client import HostGone
 from retinue.errors import InputError, StoreUnavailable
@@ -67,6 +68,10 @@ class StoreActor:
 
     async def statistics(self) -> bytes:
         return encode((await self._opened()).statistics())
+
+    async def report(self, name: str) -> bytes:
+        """What this actor is, for listings."""
+        return own_report("store", store=self._url)
 
     async def close(self) -> None:
         if self._engine is not None:

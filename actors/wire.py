@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, overload
 
 import msgspec
+import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from retinue.client import HostGone
-from retinue.errors import RetinueError, error_from_payload
+from retinue.errors import ClusterUnreachable, RetinueError, error_from_payload
 
 T = TypeVar("T")
 
@@ -69,8 +70,11 @@ async def call(method: Callable[..., Any], *arguments: Any) -> Any:
 
     Raises:
         HostGone: the actor died, or stayed unavailable; whether it acted is unknown.
+        ClusterUnreachable: this process is not connected any more.
     """
     for pause in (*UNAVAILABLE_PAUSES, None):
+        if not ray.is_initialized():  # Ray would start another cluster for this call
+            raise ClusterUnreachable("this process is no longer connected to the cluster")
         try:
             return await method.remote(*arguments)  # type: ignore[attr-defined]
         except ActorUnavailableError as error:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json as json_format
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -15,17 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from retinue.cluster import listing_cli
+from retinue.cluster.command import NOT_UP, Address, Json, errors_as_messages, print_json
 from retinue.cluster.demo import DEFAULT_DELEGATES, DEFAULT_MAX_TOKENS, DemoOptions
-from retinue.errors import RetinueError
 
 if TYPE_CHECKING:
     from retinue.cluster.standing import DownReport, StatusReport, UpReport
-
-NOT_UP = 1
-"""Exit status of ``retinue status`` where no cluster is up."""
-FAULT = 2
-"""Exit status of a command that ended with an error."""
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="retinue",
@@ -38,17 +30,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Address = Annotated[
-    str | None,
-    typer.Option(
-        "--address",
-        metavar="HOST:PORT",
-        help="The head of a Ray cluster, or 'auto' for one on this machine. "
-        "Also RETINUE_ADDRESS or RAY_ADDRESS.",
-    ),
-]
 Namespace = Annotated[str, typer.Option("--namespace", metavar="NAME", help="Ray namespace of the actors.")]
+
+
+listing_cli.mount(app)
 
 
 def main() -> NoReturn:
@@ -172,7 +157,7 @@ def demo(
 
     Exit status: 0 completed, 1 failed, 2 wrong usage, 3 stopped by the budget, 130 cancelled.
     """
-    with _errors_as_messages():
+    with errors_as_messages():
         from retinue.cluster.demo import run
 
         options = DemoOptions(
@@ -204,8 +189,18 @@ def up(
         typer.Option(
             metavar="N",
             min=1,
-            help="Sessions in memory at once, each in a process of its own; as many as fit into a quarter of "
-            "the memory when left out. On a cluster that is up already it changes the cap.",
+            help="Session hosts in use at once: a process for each session, or for up to 256 sessions of an "
+            "app with isolation='shared'; as many as fit into a quarter of the memory when left out. On a "
+            "cluster that is up already it changes the cap.",
+        ),
+    ] = None,
+    idle_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=1,
+            help="Unused for so long, a session leaves memory; 900 when left out. On a cluster that is up "
+            "already it changes that.",
         ),
     ] = None,
     json: Json = False,
@@ -216,14 +211,20 @@ def up(
     attach to it by themselves, and what they started goes on when they end. Clients need a token, which
     those on this machine find by themselves; RAY_AUTH_MODE=disabled turns that off. Harmless when repeated.
     """
-    with _errors_as_messages():
+    with errors_as_messages():
         from retinue.cluster import standing
 
         _tell("attaching to the cluster ..." if address else "starting ...", json)
-        report = standing.up(address, namespace=namespace, num_cpus=num_cpus, max_resident=max_resident)
+        report = standing.up(
+            address,
+            namespace=namespace,
+            num_cpus=num_cpus,
+            max_resident=max_resident,
+            idle_timeout=idle_timeout,
+        )
         if json:
             record = asdict(report.record)
-            _print_json({**record, "started": report.started, "already": report.already})
+            print_json({**record, "started": report.started, "already": report.already})
         else:
             _print_up(report)
 
@@ -234,13 +235,13 @@ def down(json: Json = False) -> None:
 
     Returns when all its processes are gone. A cluster that 'up' was given stays up.
     """
-    with _errors_as_messages():
+    with errors_as_messages():
         from retinue.cluster import standing
 
         _tell("releasing sessions and stopping ...", json)
         report = standing.down()
         if json:
-            _print_json(asdict(report))
+            print_json(asdict(report))
         else:
             _print_down(report)
 
@@ -251,12 +252,12 @@ def status(address: Address = None, namespace: Namespace = "retinue", json: Json
 
     Exit status: 0 where it answers, 1 where none is up or it does not answer.
     """
-    with _errors_as_messages():
+    with errors_as_messages():
         from retinue.cluster import standing
 
         report = standing.status(address, namespace=namespace)
         if json:
-            _print_json(asdict(report))
+            print_json(asdict(report))
         else:
             _print_status(report)
         raise typer.Exit(0 if report.up else NOT_UP)
@@ -362,31 +363,6 @@ def _amount(name: str, value: float) -> str:
 
 def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def _print_json(value: object) -> None:
-    typer.echo(json_format.dumps(value, default=str))
-
-
-@contextmanager
-def _errors_as_messages() -> Iterator[None]:
-    """An error of ours is one message on standard error, never a traceback."""
-    try:
-        yield
-    except RetinueError as error:
-        typer.echo(f"retinue: {error.message} [{error.code}]", err=True)
-        raise typer.Exit(FAULT) from None
-    except KeyboardInterrupt:
-        typer.echo("retinue: interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:
-        # `retinue status | head`: nobody reads on. The interpreter flushes at exit and shall not complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(FAULT) from None
-    except OSError as error:
-        place = f": {error.filename}" if error.filename else ""
-        typer.echo(f"retinue: {error.strerror or error}{place}", err=True)
-        raise typer.Exit(FAULT) from None
 
 
 if __name__ == "__main__":

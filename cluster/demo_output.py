@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.live import Live
 
 from retinue.budgets import BudgetSnapshot
-from retinue.client import empty_budget
 from retinue.cluster.live_view import LiveView, Progress, budget_lines
+from retinue.ended_runs import empty_budget
 from retinue.errors import RetinueError
 from retinue.events import Event, encode_event
 from retinue.results import RunResult

@@ -80,6 +80,7 @@ def up(
     namespace: str = NAMESPACE,
     num_cpus: int | None = None,
     max_resident: int | None = None,
+    idle_timeout: float | None = None,
 ) -> UpReport:
     """Have the runtime's actors stand on a cluster. Harmless when repeated.
 
@@ -89,30 +90,32 @@ def up(
             the background.
         namespace: the Ray namespace of the actors.
         num_cpus: CPUs of a new cluster; as many as the machine has, when left out.
-        max_resident: sessions in memory at once; as many as fit into a quarter of the memory, when left out.
+        max_resident: session hosts in use at once; as many as fit into a quarter of the memory, when left
+            out.
+        idle_timeout: seconds without use after which a session leaves memory; 900, when left out.
 
     Raises:
         ClusterUnreachable: the cluster does not answer or could not be started, or another one is up.
         VersionMismatch: another version of Retinue stands there.
     """
-    address = address or _address_from_environment()
+    address = address or address_from_environment()
     if address == "local":
         raise ClusterUnreachable("a cluster of one process cannot stand; leave the address out to start one")
     with _alone():
         record = _current()
         if record is not None:
-            return _up_again(record, address, namespace, max_resident)
+            return _up_again(record, address, namespace, max_resident, idle_timeout)
         if address is not None:
             with _connected(address, namespace) as connection:
                 record = _attached_record(connection)
-                _deploy(namespace, max_resident)
+                _deploy(namespace, max_resident, idle_timeout)
             write_record(record)
             return UpReport(record=record, started=False, already=False)
         record = start_head(namespace=namespace, num_cpus=num_cpus)
         write_record(record)  # before anything can fail: down() must find it
         try:
             with _connected(record.address, namespace):
-                _deploy(namespace, max_resident)
+                _deploy(namespace, max_resident, idle_timeout)
         except BaseException:
             stop_head(record)
             remove_record()
@@ -164,7 +167,7 @@ def status(address: str | None = None, *, namespace: str = NAMESPACE) -> StatusR
     Starts nothing, and does not raise because none is up: the report says it.
     """
     record = None
-    address = address or _address_from_environment()
+    address = address or address_from_environment()
     if address is None:
         record = read_record()
         if record is None:
@@ -204,7 +207,11 @@ def status(address: str | None = None, *, namespace: str = NAMESPACE) -> StatusR
 
 
 def _up_again(
-    record: ClusterRecord, address: str | None, namespace: str, max_resident: int | None
+    record: ClusterRecord,
+    address: str | None,
+    namespace: str,
+    max_resident: int | None,
+    idle_timeout: float | None,
 ) -> UpReport:
     if namespace != record.namespace:
         raise ClusterUnreachable(
@@ -219,7 +226,7 @@ def _up_again(
                 f"`retinue up --address {address}`",
                 address=address,
             )
-        _deploy(namespace, max_resident)
+        _deploy(namespace, max_resident, idle_timeout)
     return UpReport(record=record, started=False, already=True)
 
 
@@ -255,7 +262,8 @@ def _auth_now() -> str:
     return "token" if os.environ.get("RAY_AUTH_MODE", "").lower() == "token" else "disabled"
 
 
-def _address_from_environment() -> str | None:
+def address_from_environment() -> str | None:
+    """The cluster that ``RETINUE_ADDRESS`` or ``RAY_ADDRESS`` names."""
     for variable in (ADDRESS_VARIABLE, "RAY_ADDRESS"):
         if value := os.environ.get(variable, "").strip():
             return value
@@ -274,11 +282,11 @@ def _connected(address: str, namespace: str) -> Iterator[Connection]:
         connection.close()
 
 
-def _deploy(namespace: str, max_resident: int | None) -> None:
+def _deploy(namespace: str, max_resident: int | None, idle_timeout: float | None) -> None:
     from retinue.actors import deployment
 
     with _ray_errors("the runtime's actors could not be started"):
-        deployment.deploy(namespace, max_resident=max_resident)
+        deployment.deploy(namespace, max_resident=max_resident, idle_timeout=idle_timeout)
 
 
 def _withdraw(namespace: str) -> list[str]:

@@ -8,59 +8,111 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from retinue.agent_loop import agent_driver
+from retinue.abilities import Ability, AbilityBinding, PromptFragment
+from retinue.agent_defaults import AgentDefaults, Limits
+from retinue.agent_driver import agent_driver
 from retinue.agents import Agent
 from retinue.budgets import Budgets, BudgetSnapshot, Usage
+from retinue.completion import CompletionCandidate, CompletionDecision, CompletionPolicy
 from retinue.config import ModelBinding, RuntimeConfig
 from retinue.drivers import DriverCapabilities, ExecutionDriver, RunRequest
 from retinue.grants import Grants
 from retinue.handles import RunHandle
+from retinue.hooks import SessionHooks, SessionInfo
 from retinue.ids import Identity
+from retinue.input_tool import request_input_tool
 from retinue.messages import Message, ToolCall
-from retinue.models import ModelClient, ModelRequest, ModelResponse
+from retinue.model_stream import ModelStream
+from retinue.models import (
+    FinishPiece,
+    ModelCapabilities,
+    ModelChunk,
+    ModelClient,
+    ModelRequest,
+    ModelResponse,
+    PublicItem,
+    StreamingModelClient,
+    TextPiece,
+    ToolCallPiece,
+    UsagePiece,
+    capabilities_of,
+)
+from retinue.protocol import InputReply, Receipt
+from retinue.resources import Resource
 from retinue.results import DriverOutput, Reason, RunResult
+from retinue.run_input import RUN_INPUT_LIMITS, parse_run_input, validate_run_input
 from retinue.runtime import Runtime
 from retinue.services import ExecutionServices
-from retinue.sessions import SessionSnapshot
+from retinue.snapshots import SessionSnapshot
 from retinue.team_driver import team_driver
 from retinue.teams import Team
-from retinue.tool_calls import ToolContext
+from retinue.tool_context import TaskContext, ToolContext
+from retinue.tool_options import ToolOptions
 from retinue.tools import Tool, tool
 
 if TYPE_CHECKING:
     from retinue.cluster.connection import connect
 
 __all__ = [
+    "RUN_INPUT_LIMITS",
+    "Ability",
+    "AbilityBinding",
     "Agent",
+    "AgentDefaults",
     "BudgetSnapshot",
     "Budgets",
+    "CompletionCandidate",
+    "CompletionDecision",
+    "CompletionPolicy",
     "DriverCapabilities",
     "DriverOutput",
     "ExecutionDriver",
     "ExecutionServices",
+    "FinishPiece",
     "Grants",
     "Identity",
+    "InputReply",
+    "Limits",
     "Message",
     "ModelBinding",
+    "ModelCapabilities",
+    "ModelChunk",
     "ModelClient",
     "ModelRequest",
     "ModelResponse",
+    "ModelStream",
+    "PromptFragment",
+    "PublicItem",
     "Reason",
+    "Receipt",
+    "Resource",
     "RunHandle",
     "RunRequest",
     "RunResult",
     "Runtime",
     "RuntimeConfig",
+    "SessionHooks",
+    "SessionInfo",
     "SessionSnapshot",
+    "StreamingModelClient",
+    "TaskContext",
     "Team",
+    "TextPiece",
     "Tool",
     "ToolCall",
+    "ToolCallPiece",
     "ToolContext",
+    "ToolOptions",
     "Usage",
+    "UsagePiece",
     "agent_driver",
+    "capabilities_of",
     "connect",
+    "parse_run_input",
+    "request_input_tool",
     "team_driver",
     "tool",
+    "validate_run_input",
 ]
 
 __version__ = "0.1.0"

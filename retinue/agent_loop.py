@@ -1,4 +1,12 @@
-"""The driver that runs an agent: model, tools, model again, until it answers (contract section 5)."""
+"""The loop of an agent: model, tools, model again, until it answers (contract sections 5 and 6).
+
+    steers? ──> model ──> tool calls ──> all results ──┐
+       ^ ^─────────────────────────────────────────────┘
+       └──── commentary only, or a steer that came last ──── answer ──> done
+
+What was said to the agent is recorded with the model's answer to it. A turn that fails before leaves it out,
+so that asking again does not ask twice; one that is stopped (cancelled, out of time or budget) keeps it.
+"""
 
 from __future__ import annotations
 
@@ -6,104 +14,200 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from retinue.agents import TOOL_CONCURRENCY, Agent
-from retinue.drivers import DriverCapabilities, RunRequest
-from retinue.errors import ModelFailed, RetinueError, ValidationFailed
-from retinue.messages import Message, ToolCall, system, tool_result, user
-from retinue.models import ModelResponse
+from retinue.agent_context import AgentContext
+from retinue.agents import DEFAULT_CHILD_DEPTH, DEFAULT_TOOL_ROUNDTRIPS, TOOL_CONCURRENCY, Agent
+from retinue.errors import BudgetExhausted, ModelFailed, RetinueError, ValidationFailed
+from retinue.events import PublicMessage
+from retinue.messages import Content, Message, ToolCall, system, tool_result, user
+from retinue.models import ModelResponse, TextPiece
 from retinue.results import DriverOutput
 from retinue.services import ExecutionServices
-from retinue.tools import ToolResult
+from retinue.task_tool import task_tool
+from retinue.tools import Tool, ToolResult
+from retinue.workers import in_thread
+
+MAX_COMMENTARY = 10
+"""Answers of one agent run that are nothing but commentary, and so ask for another model call."""
 
 
-@dataclass(frozen=True)
-class AgentDriver:
-    """Runs one agent. Made by :func:`agent_driver`."""
+@dataclass(eq=False, kw_only=True)
+class AgentRun:
+    """An agent in one execution, through all its turns: what it was given, and how far it may still go."""
 
     agent: Agent
+    services: ExecutionServices
+    stream: bool
+    instructions: Sequence[Message]
+    tools: Sequence[Tool]
+    """Its own and ``task``; those of the app come from the services."""
+    max_roundtrips: int
+    rounds: int = 0
+    commentaries: int = 0
 
-    @property
-    def id(self) -> str:
-        return f"agent:{self.agent.name}"
-
-    @property
-    def version(self) -> int:
-        return 1
-
-    @property
-    def capabilities(self) -> DriverCapabilities:
-        return DriverCapabilities()
-
-    async def start(self, request: RunRequest, services: ExecutionServices) -> DriverOutput:
-        agent = self.agent
-        self._check_names(services)
-        question = user(request.input)
-        conversation = [*services.history, question]
-        services.record_conversation([question])
-        rounds = 0
-        while True:
-            response = await self._ask(services, conversation)
-            if not response.tool_calls:
-                services.record_conversation([_answer(response)])
-                services.emit_text(response.text)
-                return DriverOutput(text=response.text)
-            if response.finish_reason != "tool_calls":
-                raise ModelFailed(
-                    f"agent {agent.name}: the model asked for tools but finished with "
-                    f"{response.finish_reason!r}; no tool was run"
+    @classmethod
+    async def begin(cls, agent: Agent, services: ExecutionServices, *, stream: bool) -> AgentRun:
+        """Raises ``ValidationFailed`` for tools that share a name, or files that are not there."""
+        limits = services.config.limits
+        roundtrips = _within(agent.max_tool_roundtrips, DEFAULT_TOOL_ROUNDTRIPS, limits.tool_roundtrips)
+        tools = [*agent.tools]
+        if agent.subagents:
+            tools.append(
+                task_tool(
+                    [agent] if agent.subagents is True else agent.subagents,
+                    roundtrips=roundtrips,
+                    depth=services.request.depth,
+                    max_depth=_within(agent.max_child_depth, DEFAULT_CHILD_DEPTH, limits.max_child_depth),
                 )
-            check_batch(response.tool_calls)
-            rounds += 1
-            if rounds > agent.max_tool_roundtrips:
-                raise RetinueError(
-                    f"agent {agent.name} asked for more than {agent.max_tool_roundtrips} rounds of tools "
-                    "(Agent.max_tool_roundtrips)",
-                    code="execution_failed",
-                )
-            # A call and its results are recorded together: history never holds a call left open.
-            results = await self._run_tools(services, response.tool_calls)
-            turn = [_answer(response), *(tool_result(result.call_id, result.text) for result in results)]
-            services.record_conversation(turn)
-            conversation.extend(turn)
-
-    def _check_names(self, services: ExecutionServices) -> None:
-        twice = {item.name for item in self.agent.tools} & {item.name for item in services.tools}
-        if twice:
-            raise ValidationFailed(
-                f"agent {self.agent.name} and the app both have a tool named {', '.join(sorted(twice))}",
-                path=f"agent.{self.agent.name}.tools",
             )
-
-    async def _ask(self, services: ExecutionServices, conversation: Sequence[Message]) -> ModelResponse:
-        agent = self.agent
-        instructions = [system(agent.instructions)] if agent.instructions else []
-        granted = services.request.grants.tool_ids
-        offered = [item.schema for item in (*agent.tools, *services.tools) if item.name in granted]
-        return await services.model(
-            agent.model,
-            [*instructions, *conversation],
-            tools=offered,
-            max_tokens=agent.max_output_tokens if services.token_limited else None,
-            temperature=agent.temperature,
+        _check_names(agent, tools, services)
+        told = await _told(agent, services)
+        return cls(
+            agent=agent,
+            services=services,
+            stream=stream,
+            instructions=[system(told)] if told else [],
+            tools=tools,
+            max_roundtrips=roundtrips,
         )
 
-    async def _run_tools(
-        self, services: ExecutionServices, calls: Sequence[ToolCall]
-    ) -> Sequence[ToolResult]:
+    async def ask(self, conversation: Sequence[Message]) -> tuple[ModelResponse, Sequence[PublicMessage]]:
+        """One model call; the whole answer, and what people saw of it."""
+        services, agent = self.services, self.agent
+        granted = services.request.grants.tool_ids
+        offered = [item.schema for item in (*self.tools, *services.tools) if item.name in granted]
+        messages = [*self.instructions, *conversation]
+        max_tokens = agent.max_output_tokens if services.token_limited else None
+        if not self.stream:
+            response = await services.model(
+                agent.model, messages, tools=offered, max_tokens=max_tokens, temperature=agent.temperature
+            )
+            check_answer(agent.name, response)
+            return response, await services.publish_response(response)
+        stream = services.stream_model(
+            agent.model,
+            messages,
+            tools=offered,
+            max_tokens=max_tokens,
+            temperature=agent.temperature,
+            publish=True,
+        )
+        pieces: list[str] = []
+        async with stream:
+            async for chunk in stream:
+                if isinstance(chunk, TextPiece) and chunk.phase != "reasoning_summary":
+                    services.emit_text(chunk.text)
+                    pieces.append(chunk.text)
+        response = stream.response
+        check_answer(agent.name, response)
+        emitted = "".join(pieces)
+        if response.text != emitted and response.text.startswith(emitted):  # the rest came with the finish
+            services.emit_text(response.text[len(emitted) :])
+        return response, stream.messages
+
+    async def run_tools(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult]:
+        """The results of a batch, in the order of its calls, once all are there."""
         results: list[ToolResult] = []
         for start in range(0, len(calls), TOOL_CONCURRENCY):
             async with asyncio.TaskGroup() as group:
                 batch = [
-                    group.create_task(services.dispatch(call, tools=self.agent.tools))
+                    group.create_task(self.services.dispatch(call, tools=self.tools))
                     for call in calls[start : start + TOOL_CONCURRENCY]
                 ]
             results.extend(task.result() for task in batch)
         return results
 
+    def count_round(self) -> None:
+        """One more round of tools, or the error that ends the run before any of them runs."""
+        self.rounds += 1
+        if self.rounds > self.max_roundtrips:
+            raise RetinueError(
+                f"agent {self.agent.name} asked for more than {self.max_roundtrips} rounds of tools in one "
+                "run (Agent.max_tool_roundtrips, Limits.tool_roundtrips)",
+                code="execution_failed",
+            )
 
-def agent_driver(agent: Agent) -> AgentDriver:
-    """A driver that runs ``agent``; its tools must be granted (``Grants(tool_ids=[...])``)."""
-    return AgentDriver(agent)
+    def count_commentary(self) -> None:
+        self.commentaries += 1
+        if self.commentaries > MAX_COMMENTARY:
+            raise RetinueError(
+                f"agent {self.agent.name} gave more than {MAX_COMMENTARY} answers that were nothing but "
+                "commentary",
+                code="execution_failed",
+            )
+
+
+class Turn:
+    """One input of an agent run, up to the answer."""
+
+    def __init__(self, run: AgentRun, input: Content) -> None:
+        self._run = run
+        self._services = run.services
+        self._conversation = self._services.history
+        self._unrecorded: list[Message] = []
+        """What was said to the agent and not answered yet."""
+        self._hear(input)
+
+    async def go(self) -> DriverOutput:
+        try:
+            return await self._work()
+        except (asyncio.CancelledError, BudgetExhausted):
+            self._keep()
+            raise
+
+    async def _work(self) -> DriverOutput:
+        run, services = self._run, self._services
+        final: str | None = None
+        while True:
+            while (steer := await services.take_input()) is not None:
+                self._hear(steer)
+            response, messages = await run.ask(self._conversation)
+            self._keep()
+            final = next((item.text for item in reversed(messages) if item.phase == "final"), final)
+            answer = Message(
+                role="assistant",
+                content=response.text,
+                tool_calls=response.tool_calls,
+                extras=response.extras,
+            )
+            if response.tool_calls:
+                run.count_round()
+                results = await run.run_tools(response.tool_calls)
+                # A call and its results are recorded together: history never holds a call left open.
+                self._record([answer, *(tool_result(result.call_id, result.text) for result in results)])
+                continue
+            self._record([answer])
+            if is_commentary(messages):
+                run.count_commentary()
+            elif await services.finish_input():
+                break
+        text = response.text if final is None else final
+        if not run.stream:
+            services.emit_text(text)
+        return DriverOutput(text=text)
+
+    def _hear(self, content: Content) -> None:
+        message = user(content)
+        self._conversation.append(message)
+        self._unrecorded.append(message)
+
+    def _keep(self) -> None:
+        """Record what was said to the agent."""
+        heard, self._unrecorded = self._unrecorded, []
+        self._services.record_conversation(heard)
+
+    def _record(self, messages: Sequence[Message]) -> None:
+        self._services.record_conversation(messages)
+        self._conversation.extend(messages)
+
+
+def check_answer(name: str, response: ModelResponse) -> None:
+    """Raise ``ModelFailed`` for tool calls that may not run: of a cut answer, or with ids that repeat."""
+    if response.tool_calls and response.finish_reason != "tool_calls":
+        raise ModelFailed(
+            f"agent {name}: the model asked for tools but finished with {response.finish_reason!r}; no tool "
+            "was run"
+        )
+    check_batch(response.tool_calls)
 
 
 def check_batch(calls: Sequence[ToolCall]) -> None:
@@ -113,7 +217,37 @@ def check_batch(calls: Sequence[ToolCall]) -> None:
         raise ModelFailed(f"the model gave tool calls with empty or repeated ids: {ids}")
 
 
-def _answer(response: ModelResponse) -> Message:
-    return Message(
-        role="assistant", content=response.text, tool_calls=response.tool_calls, extras=response.extras
+def is_commentary(messages: Sequence[PublicMessage]) -> bool:
+    """Whether an answer was commentary and nothing more, so that the work goes on."""
+    phases = {message.phase for message in messages}
+    return "commentary" in phases and "final" not in phases
+
+
+def _within(value: int | None, default: int, limit: int | None) -> int:
+    wanted = default if value is None else value
+    return wanted if limit is None else min(wanted, limit)
+
+
+def _check_names(agent: Agent, tools: Sequence[Tool], services: ExecutionServices) -> None:
+    names = [item.name for item in (*tools, *services.tools)]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValidationFailed(
+            f"agent {agent.name} and the app both have a tool named {', '.join(sorted(twice))}, or the agent "
+            "has two",
+            path=f"agent.{agent.name}.tools",
+        )
+
+
+async def _told(agent: Agent, services: ExecutionServices) -> str:
+    """The agent's system message; its files are read in a thread."""
+    files = ["."] if agent.context_files is True else agent.context_files
+    context = AgentContext(
+        instructions=agent.instructions,
+        skill_dirs=agent.skill_dirs or (),
+        context_files=files or (),
+        project_root=services.config.project_root,
     )
+    if not context.reads_files:
+        return agent.instructions
+    return await services.run_owned(in_thread(services.threads, context.read))

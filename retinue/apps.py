@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import pickle
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -13,27 +13,33 @@ from retinue.config import RuntimeConfig
 from retinue.delegates import pickle_value
 from retinue.errors import RetinueError, ValidationFailed
 
+Isolation = Literal["dedicated", "shared"]
+"""``dedicated``: every session has a process of its own. ``shared``: many sessions live in one process."""
+
 
 class AppSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A configuration by value (pickled once) or by the name of a factory; addressed by its digest."""
 
     kind: Literal["value", "name"]
     digest: str
-    """Hex SHA-256 of ``data``."""
+    """Hex SHA-256 of ``isolation`` and ``data``."""
     data: bytes
     """The pickled configuration, or ``module:factory``."""
     name: str
     """What listings show and records keep."""
+    isolation: Isolation = "dedicated"
+    """How its sessions live on a cluster."""
 
 
-def app_by_value(config: RuntimeConfig) -> AppSpec:
+def app_by_value(config: RuntimeConfig, isolation: Isolation = "dedicated") -> AppSpec:
     """A configuration as bytes. Raises :class:`NotShippable`, naming the member at fault."""
     data = pickle_value(config, "config")
-    digest = hashlib.sha256(data).hexdigest()
-    return AppSpec(kind="value", digest=digest, data=data, name=config.name or f"by-value:{digest[:12]}")
+    digest = _digest(data, isolation)
+    name = config.name or f"by-value:{digest[:12]}"
+    return AppSpec(kind="value", digest=digest, data=data, name=name, isolation=isolation)
 
 
-def app_by_name(target: str) -> AppSpec:
+def app_by_name(target: str, isolation: Isolation = "dedicated") -> AppSpec:
     """A configuration by the name of its factory, ``package.module:factory``."""
     module, _, factory = target.partition(":")
     if not module or not factory:
@@ -42,7 +48,22 @@ def app_by_name(target: str) -> AppSpec:
             path="app",
         )
     data = target.encode()
-    return AppSpec(kind="name", digest=hashlib.sha256(data).hexdigest(), data=data, name=target)
+    digest = _digest(data, isolation)
+    return AppSpec(kind="name", digest=digest, data=data, name=target, isolation=isolation)
+
+
+def check_isolation(isolation: object) -> None:
+    """Raise :class:`ValidationFailed` unless it is ``"dedicated"`` or ``"shared"``."""
+    if isolation not in get_args(Isolation):
+        raise ValidationFailed(
+            f"isolation is {isolation!r:.80}; give 'dedicated' (each session in a process of its own) or "
+            "'shared' (many sessions in one process)",
+            path="isolation",
+        )
+
+
+def _digest(data: bytes, isolation: Isolation) -> str:
+    return hashlib.sha256(isolation.encode() + b"\0" + data).hexdigest()
 
 
 def load_app(spec: AppSpec) -> RuntimeConfig:

@@ -24,15 +24,18 @@ class Budgets:
     """Tool attempts, counted once the gate let them through."""
     max_tokens: int | None = None
     """Input and output tokens together."""
+    max_revisions: int = 0
+    """Times that a completion policy may send the work back; of the run as a whole, never reset."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
+            if value is None and field.name != "max_revisions":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                or_none = "" if field.name == "max_revisions" else " or None (unlimited)"
                 raise ValidationFailed(
-                    f"budgets.{field.name} must be a nonnegative integer or None (unlimited), not {value!r}",
+                    f"budgets.{field.name} must be a nonnegative integer{or_none}, not {value!r}",
                     path=f"budgets.{field.name}",
                 )
 

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 from collections.abc import Awaitable
-from concurrent.futures import Executor
 
 from retinue.config import RuntimeConfig
 from retinue.drivers import RunRequest
 from retinue.errors import NotShippable
 from retinue.execution import DriverExecution
+from retinue.ids import session_label
 from retinue.ports import LocalPort
 from retinue.protocol import ChildOrder, Finished, RootReply
 from retinue.services import ExecutionServices, RootPort
-from retinue.sessions import session_label
 from retinue.tree import Tree
 from retinue.workers import Workers
+
+logger = logging.getLogger(__name__)
 
 
 class ChildExecution:
     """One delegate in this process, made from its order. Run and cancel it on a user loop."""
 
-    def __init__(self, order: ChildOrder, config: RuntimeConfig, port: RootPort, threads: Executor) -> None:
+    def __init__(self, order: ChildOrder, config: RuntimeConfig, port: RootPort, workers: Workers) -> None:
         self.order = order
         request = RunRequest(
             input=order.input,
@@ -33,13 +35,19 @@ class ChildExecution:
             parent_run_id=order.parent_run_id,
             root_run_id=order.root_run_id,
             participant=order.participant,
+            depth=order.depth,
             deadline=order.deadline,
             grants=order.grants,
             run_mode=order.run_mode,
         )
         self._request = request
         self._services = ExecutionServices(
-            request=request, config=config, port=port, threads=threads, token_limited=order.token_limited
+            request=request,
+            config=config,
+            port=port,
+            threads=workers.threads,
+            tasks=workers.tasks,
+            token_limited=order.token_limited,
         )
         self._execution: DriverExecution | None = None
 
@@ -57,7 +65,10 @@ class ChildExecution:
             )
             return Finished(participant=self.order.run_id, error=problem.to_payload())
         self._execution = DriverExecution(work, self._request, self._services)
-        return await self._execution.run()
+        finished = await self._execution.run()
+        for diagnostic in await self._execution.release():
+            logger.warning("delegate %s: %s", self.order.participant, diagnostic)
+        return finished
 
     def cancel(self) -> None:
         if self._execution is None:
@@ -79,7 +90,7 @@ class LocalChildren:
 
     async def launch(self, order: ChildOrder, tree: Tree) -> None:
         port = LocalPort(tree, asyncio.get_running_loop(), self._workers.loop)
-        child = ChildExecution(order, tree.config, port, self._workers.threads)
+        child = ChildExecution(order, tree.config, port, self._workers)
         self._running[order.run_id] = child
         tree.child_placed(order.run_id)
         finishing = asyncio.wrap_future(self._workers.submit(child.run()))

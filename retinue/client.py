@@ -7,13 +7,12 @@ that died is waited for until its runs were ended, then the record answers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
-from retinue.budgets import BudgetSnapshot, ResourceSnapshot
+from retinue.ended_runs import cancel_receipt, record_settled, record_status, stored_events, unknown_status
 from retinue.errors import (
-    EventGap,
     InputError,
     LeaseLost,
     NotFound,
@@ -21,11 +20,27 @@ from retinue.errors import (
     RetinueError,
     SessionConflict,
 )
-from retinue.events import EventsLost, RunTerminal, decode_event
+from retinue.feeds import STATUS_PERIOD
 from retinue.ids import Identity, SessionAddress
 from retinue.messages import Message
-from retinue.protocol import EventPageReply, RunStatus, Settled, StartRun
+from retinue.protocol import (
+    EventPageReply,
+    Fork,
+    Forked,
+    Receipt,
+    ReplyInput,
+    RunStatus,
+    SendInput,
+    Settled,
+    StartRun,
+    VouchFor,
+)
 from retinue.store import RunRecord, Store, StoredArtifact, StoredSession
+
+if TYPE_CHECKING:
+    from retinue.following import HostFeed
+
+T = TypeVar("T")
 
 PAGE = 256
 """Events asked for at once."""
@@ -45,7 +60,11 @@ class HostPort(Protocol):
 
     async def start(self, activation_id: str, start: StartRun) -> RunStatus: ...
 
-    async def cancel(self, activation_id: str, run_id: str, reason: str) -> RunStatus | None: ...
+    async def send(self, activation_id: str, sent: SendInput) -> Receipt: ...
+
+    async def reply(self, activation_id: str, reply: ReplyInput) -> Receipt: ...
+
+    async def cancel(self, activation_id: str, run_id: str, reason: str) -> Receipt | None: ...
 
     async def result(self, activation_id: str, run_id: str) -> Settled: ...
 
@@ -57,6 +76,14 @@ class HostPort(Protocol):
 
     async def import_legacy(self, activation_id: str, messages: Sequence[Message]) -> None: ...
 
+    async def close_resources(self, activation_id: str) -> list[str]: ...
+
+    async def fork(self, activation_id: str, fork: Fork) -> Forked: ...
+
+    async def mark_replayable(self, activation_id: str, vouched: VouchFor) -> int: ...
+
+    async def delete(self, activation_id: str) -> None: ...
+
 
 @dataclass(frozen=True)
 class Located:
@@ -65,6 +92,8 @@ class Located:
     host: HostPort
     host_id: str
     activation_id: str
+    feed: HostFeed | None = None
+    """All that this process follows on that host; ``None`` where the host is in this process."""
 
 
 class Router(Protocol):
@@ -119,7 +148,7 @@ class SessionClient:
             record = await self._ended(start.identity, start.run_id)
             if record is None or record.session_id != start.session_id:
                 raise
-            return _record_status(record)
+            return record_status(record)
 
     async def _start(self, start: StartRun) -> RunStatus:
         address = self.address(start.identity, start.session_id)
@@ -133,24 +162,52 @@ class SessionClient:
                 await self._router.host_lost(address, located)
                 record = await self.store.read_run(start.identity, start.run_id)
                 if record is not None:
-                    return _record_status(record)
+                    return record_status(record)
         raise Overloaded(f"session {start.session_id!r} keeps moving between processes; try again later")
 
-    async def cancel(self, identity: Identity, session_id: str, run_id: str, reason: str) -> None:
+    async def send(self, identity: Identity, session_id: str, sent: SendInput) -> Receipt:
+        """Live input for a run; a repeat of its id has no second effect.
+
+        Raises:
+            InputError, Unsupported, Overloaded: it was refused, and why; ``run_finished`` after the end.
+            NotFound: there is no such run of this user.
+        """
+
+        async def send(located: Located) -> Receipt:
+            return await located.host.send(located.activation_id, sent)
+
+        return await self.at_run(identity, session_id, sent.run_id, send, _too_late)
+
+    async def reply(self, identity: Identity, session_id: str, reply: ReplyInput) -> Receipt:
+        """An answer to a run's question; a repeat of its id gives the first receipt.
+
+        Raises:
+            InputError: it was refused, and why; ``run_finished`` after the end.
+            NotFound: there is no such run of this user.
+        """
+
+        async def send(located: Located) -> Receipt:
+            return await located.host.reply(located.activation_id, reply)
+
+        return await self.at_run(identity, session_id, reply.run_id, send, _too_late)
+
+    async def cancel(self, identity: Identity, session_id: str, run_id: str, reason: str) -> Receipt:
         """Cancel a run; nothing happens to one that has ended."""
         address = self.address(identity, session_id)
         for _ in range(_ATTEMPTS):
             located = await self._router.resident(address)
             try:
                 # Memory first: while its outcome is being stored, a run can still be cancelled.
-                if located is not None and await located.host.cancel(located.activation_id, run_id, reason):
-                    return
-                if await self._ended(identity, run_id) is not None:
-                    return
+                receipt = await _cancel_at(located, run_id, reason)
+                if receipt is not None:
+                    return receipt
+                record = await self._ended(identity, run_id)
+                if record is not None:
+                    return cancel_receipt("returned", record_status(record))
                 # Not started yet: whoever will start it must know.
                 located = await self._router.locate(address)
-                await located.host.cancel(located.activation_id, run_id, reason)
-                return
+                receipt = await _cancel_at(located, run_id, reason)
+                return receipt or cancel_receipt("deferred", unknown_status(run_id, "cancelling"))
             except (NotFound, LeaseLost):
                 assert located is not None
                 self._router.forget(address, located)
@@ -161,47 +218,91 @@ class SessionClient:
 
     async def result(self, identity: Identity, session_id: str, run_id: str) -> Settled:
         """The one result, waiting for it."""
-        address = self.address(identity, session_id)
-        while True:
-            located = await self._located_run(address, run_id)
-            if located is None:
-                return _settled(await self._record(identity, run_id))
-            try:
-                return await located.host.result(located.activation_id, run_id)
-            except (NotFound, LeaseLost) as error:
-                await self._not_there(address, located, run_id, error)
-            except HostGone:
-                await self._router.host_lost(address, located)
+
+        async def ask(located: Located) -> Settled:
+            return await located.host.result(located.activation_id, run_id)
+
+        async def settled(record: RunRecord) -> Settled:
+            return record_settled(record)
+
+        return await self.at_run(identity, session_id, run_id, ask, settled)
 
     async def events(
         self, identity: Identity, session_id: str, run_id: str, after: int, limit: int = PAGE
     ) -> EventPageReply:
         """Events after a cursor, waiting for one; empty and closed when there are no more.
 
+        A :class:`retinue.viewers.RunViewer` reads page after page.
+
         Raises:
             EventGap: they are kept nowhere.
             InputError: the cursor is ahead of the run.
+        """
+
+        async def ask(located: Located) -> EventPageReply:
+            return await located.host.events(located.activation_id, run_id, after, limit)
+
+        async def stored(record: RunRecord) -> EventPageReply:
+            return await stored_events(self.store, record, after, limit)
+
+        return await self.at_run(identity, session_id, run_id, ask, stored)
+
+    async def status(self, identity: Identity, session_id: str, run_id: str) -> RunStatus:
+        """How a run is."""
+
+        async def ask(located: Located) -> RunStatus:
+            return await located.host.status(located.activation_id, run_id)
+
+        async def ended(record: RunRecord) -> RunStatus:
+            return record_status(record)
+
+        return await self.at_run(identity, session_id, run_id, ask, ended)
+
+    async def watch(
+        self, identity: Identity, session_id: str, run_id: str, hear: Callable[[RunStatus], None]
+    ) -> None:
+        """Tell how a run is, now and whenever that has changed; returns when the run has ended."""
+
+        async def follow(located: Located) -> None:
+            if located.feed is not None:
+                await located.feed.watch(located.activation_id, run_id, hear)
+                return
+            while True:  # in this process, and in memory: it costs nothing
+                status = await located.host.status(located.activation_id, run_id)
+                hear(status)
+                if status.state == "finished":
+                    return
+                await asyncio.sleep(STATUS_PERIOD)
+
+        async def ended(record: RunRecord) -> None:
+            hear(record_status(record))
+
+        await self.at_run(identity, session_id, run_id, follow, ended)
+
+    async def at_run(
+        self,
+        identity: Identity,
+        session_id: str,
+        run_id: str,
+        ask: Callable[[Located], Awaitable[T]],
+        read: Callable[[RunRecord], Awaitable[T]],
+    ) -> T:
+        """Ask a run where it lives, or read its record when it has ended and is in no process any more.
+
+        Args:
+            ask: asked again where the run has moved, or its host has died; so it must be safe to repeat.
+            read: given the record of the ended run.
+
+        Raises:
+            NotFound: there is no such run of this user.
         """
         address = self.address(identity, session_id)
         while True:
             located = await self._located_run(address, run_id)
             if located is None:
-                return await self._stored_events(await self._record(identity, run_id), after, limit)
+                return await read(await self._record(identity, run_id))
             try:
-                return await located.host.events(located.activation_id, run_id, after, limit)
-            except (NotFound, LeaseLost) as error:
-                await self._not_there(address, located, run_id, error)
-            except HostGone:
-                await self._router.host_lost(address, located)
-
-    async def status(self, identity: Identity, session_id: str, run_id: str) -> RunStatus:
-        address = self.address(identity, session_id)
-        while True:
-            located = await self._located_run(address, run_id)
-            if located is None:
-                return _record_status(await self._record(identity, run_id))
-            try:
-                return await located.host.status(located.activation_id, run_id)
+                return await ask(located)
             except (NotFound, LeaseLost) as error:
                 await self._not_there(address, located, run_id, error)
             except HostGone:
@@ -255,57 +356,84 @@ class SessionClient:
             self._in_store.clear()
         self._in_store.add((identity, run_id))
 
-    async def _stored_events(self, record: RunRecord, after: int, limit: int) -> EventPageReply:
-        final = record.final_cursor or 0
-        status = _record_status(record)
-        if after > final:
-            raise InputError(f"cursor {after} is ahead of the run, whose last event is {final}")
-        if after == final:
-            return EventPageReply(events=(), closed=True, status=status)
-        identity = Identity(tenant_id=record.tenant_id, user_id=record.user_id)
-        page = await self.store.read_events(identity, record.run_id, after, limit)
-        events = [(event.sequence, event.body) for event in page]
-        following = events[0][0] if events else final
-        if following != after + 1 and not _covered(events, after):
-            raise EventGap(
-                f"the events after {after} are no longer kept; the oldest cursor is {following - 1}",
-                earliest_cursor=following - 1,
-            )
-        closed = len(page) < limit
-        if closed:
-            events.append((final, cast(bytes, record.outcome)))
-        return EventPageReply(events=events, closed=closed, status=status)
-
     # --- sessions -----------------------------------------------------------------------------------------
 
     async def read(self, identity: Identity, session_id: str) -> StoredSession:
         """The session, exclusively: conflicts with a run."""
-        address = self.address(identity, session_id)
-        for _ in range(_ATTEMPTS):
-            located = await self._router.locate(address)
-            try:
-                return await located.host.read(located.activation_id)
-            except (NotFound, LeaseLost):
-                self._router.forget(address, located)
-            except HostGone:
-                await self._router.host_lost(address, located)
-        raise Overloaded(f"session {session_id!r} keeps moving between processes; try again later")
+        return await self.at_session(
+            identity, session_id, lambda located: located.host.read(located.activation_id)
+        )
 
     async def latest(self, identity: Identity, session_id: str) -> StoredSession:
         """The last commit, without disturbing anybody."""
         return await self.store.read_session(self.address(identity, session_id))
 
     async def import_legacy(self, identity: Identity, session_id: str, messages: Sequence[Message]) -> None:
-        address = self.address(identity, session_id)
+        """Replace the session by display-only history: conflicts with a run."""
+        await self.at_session(
+            identity,
+            session_id,
+            lambda located: located.host.import_legacy(located.activation_id, messages),
+        )
+
+    async def fork(self, identity: Identity, session_id: str, fork: Fork) -> Forked:
+        """Begin another session with the first turns of this one. A repeat of its id changes nothing."""
+        return await self.at_session(
+            identity, session_id, lambda located: located.host.fork(located.activation_id, fork)
+        )
+
+    async def mark_replayable(self, identity: Identity, session_id: str, vouched: VouchFor) -> int:
+        """Call a partial transcript replayable; the revision then. Conflicts with a run."""
+        return await self.at_session(
+            identity, session_id, lambda located: located.host.mark_replayable(located.activation_id, vouched)
+        )
+
+    async def delete(self, identity: Identity, session_id: str) -> None:
+        """Remove all that is kept of the session. Conflicts with a run."""
+
+        async def delete(located: Located) -> None:
+            await located.host.delete(located.activation_id)
+            self._router.forget(self.address(identity, session_id), located)
+
+        await self.at_session(identity, session_id, delete)
+
+    async def close_resources(self, identity: Identity, session_id: str) -> list[str]:
+        """Dispose of what runs of the session share; ids of what failed. Brings nothing to life."""
+        closed = await self._at_session(
+            self._router.resident,
+            self.address(identity, session_id),
+            lambda located: located.host.close_resources(located.activation_id),
+        )
+        return closed or []
+
+    async def at_session(
+        self, identity: Identity, session_id: str, ask: Callable[[Located], Awaitable[T]]
+    ) -> T:
+        """Ask a session where it lives, bringing it to life where it does not.
+
+        Args:
+            ask: asked again where the session has moved, or its host has died; so it must be safe to repeat.
+        """
+        answer = await self._at_session(self._router.locate, self.address(identity, session_id), ask)
+        return cast(T, answer)
+
+    async def _at_session(
+        self,
+        find: Callable[[SessionAddress], Awaitable[Located | None]],
+        address: SessionAddress,
+        ask: Callable[[Located], Awaitable[T]],
+    ) -> T | None:
         for _ in range(_ATTEMPTS):
-            located = await self._router.locate(address)
+            located = await find(address)
+            if located is None:
+                return None
             try:
-                return await located.host.import_legacy(located.activation_id, messages)
+                return await ask(located)
             except (NotFound, LeaseLost):
                 self._router.forget(address, located)
             except HostGone:
                 await self._router.host_lost(address, located)
-        raise Overloaded(f"session {session_id!r} keeps moving between processes; try again later")
+        raise Overloaded(f"session {address.session_id!r} keeps moving between processes; try again later")
 
     async def read_artifact(
         self, identity: Identity, session_id: str, artifact_id: str
@@ -313,35 +441,16 @@ class SessionClient:
         return await self.store.read_artifact(self.address(identity, session_id), artifact_id)
 
 
-def _covered(events: Sequence[tuple[int, bytes]], after: int) -> bool:
-    """Whether the first event names the numbers after the cursor as lost."""
-    if not events:
-        return False
-    payload = decode_event(events[0][1]).payload
-    return isinstance(payload, EventsLost) and payload.first <= after + 1
+async def _cancel_at(located: Located | None, run_id: str, reason: str) -> Receipt | None:
+    if located is None:
+        return None
+    return await located.host.cancel(located.activation_id, run_id, reason)
 
 
-def _settled(record: RunRecord) -> Settled:
-    assert record.outcome is not None
-    payload = decode_event(record.outcome).payload
-    assert isinstance(payload, RunTerminal)
-    return Settled(result=payload.result, status=_record_status(record))
-
-
-def _record_status(record: RunRecord) -> RunStatus:
-    budget = None
-    if record.outcome is not None:
-        payload = decode_event(record.outcome).payload
-        budget = payload.result.budget if isinstance(payload, RunTerminal) else None
-    return RunStatus(
+async def _too_late(record: RunRecord) -> Receipt:
+    raise InputError(
+        f"run {record.run_id} has ended and takes no input; start another run in session "
+        f"{record.session_id!r}",
+        code="run_finished",
         run_id=record.run_id,
-        state="finished" if record.outcome is not None else "running",
-        cursor=record.final_cursor or 0,
-        budget=budget or empty_budget(),
     )
-
-
-def empty_budget() -> BudgetSnapshot:
-    """Nothing spent, nothing limited: what a handle shows before it heard of its run."""
-    nothing = ResourceSnapshot(limit=None, used=0, reserved=0, remaining=None)
-    return BudgetSnapshot(model_calls=nothing, tool_calls=nothing, tokens=nothing)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypedDict
 
+from retinue.abilities import Ability, check_abilities
+from retinue.agent_defaults import AgentDefaults, Limits, check_project_root
 from retinue.budgets import Budgets
+from retinue.clocks import check_seconds
+from retinue.completion import CompletionPolicy
 from retinue.drivers import ExecutionDriver, check_driver
 from retinue.errors import ValidationFailed
 from retinue.event_log import DEFAULT_CAPACITY, check_capacity
 from retinue.grants import Grants
+from retinue.hooks import SessionHooks
 from retinue.models import ModelClient, ModelRequest
 from retinue.tools import Tool, check_kind, check_tools
 
@@ -43,6 +50,30 @@ class RuntimeConfig:
     """Events of a run kept in memory, at least 2."""
     estimate_input_tokens: EstimateInputTokens | None = None
     """Tokens of a request before it is sent; an estimate from its characters by default."""
+    active_timeout: float | None = None
+    """Seconds that a run may work; time that it waits for an answer does not count. Unlimited by default."""
+    input_timeout: float | None = None
+    """Seconds that a run waits for an answer, unless the question says otherwise. Unlimited by default."""
+    completion_policy: CompletionPolicy | None = None
+    """Judges every completed turn: accept it, send it back, or stop; accepted by default."""
+    allow_revision_effects: bool = False
+    """Tools and effects may run after a completion policy has sent the work back."""
+    hooks: SessionHooks = field(default_factory=SessionHooks)
+    """Called when a session comes to life in a process, and when it leaves."""
+    resource_idle_limit: float | None = None
+    """Seconds after which an unused session resource no longer keeps its session in memory; never by
+    default."""
+    child_text: bool = False
+    """Text and messages of delegates are events of the run under their names; by default they stay inside."""
+    abilities: Sequence[Ability] = ()
+    """Bound in this order for each run before its driver, and disposed in reverse after it."""
+    limits: Limits = field(default_factory=Limits)
+    """Upper bounds of what the app's own agents may say of themselves."""
+    defaults: AgentDefaults = field(default_factory=AgentDefaults)
+    """What the app's own agents have where they do not say."""
+    project_root: str | None = None
+    """Absolute path below which relative paths of agents are looked up, where their runs are. By default the
+    working directory at construction, where an agent or its defaults may name paths."""
     name: str = ""
     """Name of the app in listings; the digest of the configuration when empty."""
 
@@ -53,18 +84,62 @@ class RuntimeConfig:
         check_kind("config.budgets", self.budgets, Budgets)
         check_kind("config.models", self.models, Mapping)
         check_kind("config.name", self.name, str)
+        check_kind("config.hooks", self.hooks, SessionHooks)
+        check_kind("config.child_text", self.child_text, bool)
+        check_kind("config.allow_revision_effects", self.allow_revision_effects, bool)
+        if self.completion_policy is not None:
+            check_kind("config.completion_policy", self.completion_policy, CompletionPolicy)
+        if self.resource_idle_limit is not None:
+            check_kind("config.resource_idle_limit", self.resource_idle_limit, int | float)
         if self.estimate_input_tokens is not None:
             check_kind("config.estimate_input_tokens", self.estimate_input_tokens, Callable)
+        check_kind("config.limits", self.limits, Limits)
+        check_kind("config.defaults", self.defaults, AgentDefaults)
         object.__setattr__(self, "tools", check_tools(self.tools, "config.tools"))
+        object.__setattr__(self, "abilities", check_abilities(self.abilities, "config.abilities"))
+        root = check_project_root(self.project_root)
+        # Only where it matters: it is part of what makes two apps the same one.
+        if root is None and getattr(self.driver, "reads_files", False):
+            root = str(Path.cwd())
+        object.__setattr__(self, "project_root", root)
         bindings = {role: _binding(role, model) for role, model in self.models.items()}
         object.__setattr__(self, "models", bindings)
         self.grants.narrowed(None)
+
+    def check_clocks(self) -> None:
+        """Raise :class:`InputError` unless the timeouts are positive (contract section 6: at ``start``)."""
+        for name in ("active_timeout", "input_timeout"):
+            check_seconds(f"config.{name}", getattr(self, name))
 
     def binding(self, role: str) -> ModelBinding | None:
         """The model bound to a role, if any."""
         found = self.models.get(role)
         assert found is None or isinstance(found, ModelBinding)  # __post_init__ made bindings of all
         return found
+
+
+class ConfigMembers(TypedDict, total=False):
+    """The members of :class:`RuntimeConfig` as keywords of :class:`retinue.Runtime`."""
+
+    driver: ExecutionDriver
+    grants: Grants
+    budgets: Budgets
+    tools: Sequence[Tool]
+    models: Mapping[str, ModelBinding | ModelClient]
+    event_capacity: int
+    estimate_input_tokens: EstimateInputTokens | None
+    active_timeout: float | None
+    input_timeout: float | None
+    completion_policy: CompletionPolicy | None
+    allow_revision_effects: bool
+    hooks: SessionHooks
+    resource_idle_limit: float | None
+    child_text: bool
+    abilities: Sequence[Ability]
+    limits: Limits
+    defaults: AgentDefaults
+    project_root: str | None
+    name: str
 
 
 def _binding(role: str, model: object) -> ModelBinding:

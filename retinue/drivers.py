@@ -45,6 +45,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     root_run_id: str
     participant: str = ""
     """Name of the delegate; empty for the root."""
+    depth: int = 0
+    """Delegates above this one; 0 for the root, 1 for its delegates."""
     deadline: float | None = None
     """Epoch seconds."""
     grants: Grants

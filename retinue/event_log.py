@@ -38,6 +38,7 @@ class EventLog:
         """Number of the newest event."""
         self.closed = False
         """True once the terminal event is in."""
+        self._failure: RetinueError | None = None
 
     def append(self, body: bytes, *, terminal: bool = False) -> int:
         """Add the next event, already encoded with the number ``last + 1``; returns that number."""
@@ -50,6 +51,12 @@ class EventLog:
         self._changed = asyncio.Event()
         return self.last
 
+    def fail(self, error: RetinueError) -> None:
+        """Nothing more can be read here: whoever waits, or comes later, is told ``error``."""
+        self._failure = error
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     @property
     def earliest_cursor(self) -> int:
         """The oldest cursor that the window alone can be read from."""
@@ -61,11 +68,14 @@ class EventLog:
         Raises:
             InputError: the cursor is above the newest event.
             EventGap: the events after the cursor are kept nowhere.
+            RetinueError: what :meth:`fail` was given.
         """
         if after > self.last:
             raise InputError(f"cursor {after} is ahead of the run, whose newest event is {self.last}")
-        while after == self.last and not self.closed:
+        while after == self.last and not self.closed and self._failure is None:
             await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
         if after >= self.earliest_cursor:
             skip = after - self.earliest_cursor
             return [self._window[index] for index in range(skip, min(skip + limit, len(self._window)))]

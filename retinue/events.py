@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -16,7 +16,12 @@ SCHEMA_VERSION = 1
 MAX_EVENT_BYTES = 65_536
 """Largest payload that ``services.emit`` takes, in bytes of JSON."""
 MAX_DELTA = 8_192
-"""Longest ``text.delta``, in characters."""
+"""Longest ``text.delta`` or ``message.delta``, in characters."""
+
+InputMode = Literal["steer", "follow_up"]
+"""``steer`` redirects the turn that is going on; ``follow_up`` is the next turn."""
+MessagePhase = Literal["commentary", "final", "reasoning_summary", "pending"]
+CompletionAction = Literal["accept", "revise", "await_input", "stop"]
 
 
 class RunStarted(msgspec.Struct, frozen=True, tag_field="type", tag="run.started"):
@@ -60,6 +65,103 @@ class Control(msgspec.Struct, frozen=True, tag_field="type", tag="control"):
     reason: str | None = None
 
 
+class InputRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A question that a run waits with; answered with ``handle.reply(id, ...)``."""
+
+    id: str
+    """``<run id>:<uuid>``."""
+    run_id: str
+    """Of the run or delegate that asks."""
+    question: str
+    choices: Sequence[str] | None = None
+    timeout_ms: int | None = None
+
+
+class InputRequested(msgspec.Struct, frozen=True, tag_field="type", tag="input.requested"):
+    """The run asks something, and makes no model call until it is answered."""
+
+    request: InputRequest
+
+
+class InputResolved(msgspec.Struct, frozen=True, tag_field="type", tag="input.resolved"):
+    """Somebody answered; whoever comes later is refused."""
+
+    request_id: str
+
+
+class RunResumed(msgspec.Struct, frozen=True, tag_field="type", tag="run.resumed"):
+    """The run goes on after an answer; its active clock runs again."""
+
+    request_id: str
+
+
+class InputReceived(msgspec.Struct, frozen=True, tag_field="type", tag="input.received"):
+    """Live input arrived and waits for its boundary."""
+
+    input_id: str
+    mode: InputMode
+
+
+class InputApplied(msgspec.Struct, frozen=True, tag_field="type", tag="input.applied"):
+    """Live input reached the work: a steer before a model call, a follow-up as the next turn."""
+
+    input_id: str
+    mode: InputMode
+
+
+class Completion(msgspec.Struct, frozen=True, tag_field="type", tag="completion"):
+    """What the completion policy decided of a turn."""
+
+    action: CompletionAction
+    reason: str
+
+
+class MessageStarted(msgspec.Struct, frozen=True, tag_field="type", tag="message.started"):
+    """A public message begins; its pieces and its end carry the same id."""
+
+    id: str
+    phase: MessagePhase
+
+
+class MessageDelta(msgspec.Struct, frozen=True, tag_field="type", tag="message.delta"):
+    """A piece of a public message, at most :data:`MAX_DELTA` characters."""
+
+    id: str
+    text: str
+
+
+class PublicMessage(msgspec.Struct, frozen=True):
+    """A whole public message."""
+
+    id: str
+    phase: MessagePhase
+    text: str
+
+
+class MessageCompleted(
+    msgspec.Struct, frozen=True, tag_field="type", tag="message.completed", omit_defaults=True
+):
+    """A public message is whole. One too large for an event has no text here and an ``artifact_id``."""
+
+    message: PublicMessage
+    artifact_id: str | None = None
+
+
+class MessageFailed(msgspec.Struct, frozen=True, tag_field="type", tag="message.failed"):
+    """A public message that was begun will not be completed."""
+
+    id: str
+    reason: Literal["cancelled", "interrupted"]
+
+
+class ToolProgress(msgspec.Struct, frozen=True, tag_field="type", tag="tool.progress"):
+    """What a tool that is a generator has to say while it works: JSON data of its own."""
+
+    tool_name: str
+    tool_call_id: str
+    data: Any = None
+
+
 class ChildStarted(msgspec.Struct, frozen=True, tag_field="type", tag="child.started"):
     """A delegate has a place to run and was sent there; the envelope's ``run_id`` is the delegate's."""
 
@@ -90,8 +192,10 @@ class Custom(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
 
 
 Payload = (
-    RunStarted | RunTerminal | TextDelta | ModelComplete | ToolComplete | Control | ChildStarted
-    | ChildFinished | EventsLost | Custom
+    RunStarted | RunTerminal | TextDelta | ModelComplete | ToolComplete | ToolProgress | Control
+    | InputRequested | InputResolved | RunResumed | InputReceived | InputApplied | Completion
+    | MessageStarted | MessageDelta | MessageCompleted | MessageFailed | ChildStarted | ChildFinished
+    | EventsLost | Custom
 )  # fmt: skip
 
 _FROM_RUNTIME_ONLY = (
@@ -101,6 +205,12 @@ _FROM_RUNTIME_ONLY = (
     ChildStarted,
     ChildFinished,
     Control,
+    InputRequested,
+    InputResolved,
+    RunResumed,
+    InputReceived,
+    InputApplied,
+    Completion,
     # What was spent is read from these after a crash: nobody else may say it.
     ModelComplete,
     ToolComplete,

@@ -1,19 +1,39 @@
-"""Running a driver with its services, on a user loop: the same for a run's root and for a delegate."""
+"""Running a driver with its services, on a user loop: the same for a run's root and for a delegate.
+
+    bind abilities ──> turn ──> completion policy ──> follow-up? ──> ... ──> release
+                        ^───── revision, follow-up ─────┘
+
+A root may take several turns; a delegate has one. What a turn started has settled before the next.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import dataclasses
 from typing import Any
 
 import msgspec
 
+from retinue.abilities import BoundAbilities
 from retinue.agents import Agent
+from retinue.completion import CompletionCandidate, CompletionDecision
 from retinue.drivers import ExecutionDriver, RunRequest
 from retinue.errors import RetinueError
 from retinue.json_values import encode_json
-from retinue.messages import check_structure, escape_surrogates
-from retinue.protocol import Finished, decode_output, encode_output
+from retinue.messages import Content, check_structure, escape_surrogates
+from retinue.protocol import (
+    Began,
+    EndTurn,
+    Finished,
+    NextTurn,
+    Revise,
+    Revision,
+    TakenInput,
+    decode_output,
+    encode_output,
+)
 from retinue.results import DriverOutput, Reason
 from retinue.services import ExecutionServices
 
@@ -28,6 +48,8 @@ class DriverExecution:
         self._request = request
         self._services = services
         self._driving: asyncio.Task[bytes] | None = None
+        self._bound: BoundAbilities | None = None
+        self._revision = 0
 
     async def run(self) -> Finished:
         """Run to the end, owned work included. Never raises: what escaped is in the message."""
@@ -52,14 +74,40 @@ class DriverExecution:
             self._driving.cancel()
 
     async def _drive(self) -> bytes:
-        """The driver's output, encoded, once the work that it owns has settled."""
+        """The last turn's output, encoded, once the work that it owns has settled."""
+        services = self._services
         work = self._work
         if isinstance(work, Agent):
-            from retinue.agent_loop import agent_driver
+            from retinue.agent_driver import agent_driver
 
             work = agent_driver(work)
+        if services.participant == "":
+            await self._bind()
+            services.tell(Began())
+        request = self._request
+        while True:
+            output = await self._turn(work, request)
+            if services.participant != "" or output.status != "completed":
+                return _encoded(output, work.id)
+            following = await self._judge(output)
+            if isinstance(following, DriverOutput):
+                return _encoded(following, work.id)
+            if following is None and "follow_up" in work.capabilities.controls:
+                following = await self._follow_up()
+            if following is None:
+                return _encoded(output, work.id)
+            request = msgspec.structs.replace(request, input=following)
+
+    async def _bind(self) -> None:
+        """Bind the app's abilities, once per run, before the driver."""
+        abilities = self._services.config.abilities
+        if abilities:
+            self._bound = BoundAbilities(abilities, self._services)
+            await self._bound.bind()
+
+    async def _turn(self, work: ExecutionDriver, request: RunRequest) -> DriverOutput:
         try:
-            output = await work.start(self._request, self._services)
+            output = await work.start(request, self._services)
         except (SystemExit, KeyboardInterrupt) as error:
             # asyncio would let these out of the loop that all drivers share.
             raise RetinueError(
@@ -72,10 +120,62 @@ class DriverExecution:
             )
         if problem := output.problem():
             raise RetinueError(f"driver {work.id} returned a bad output: {problem}", code="execution_failed")
-        encoded = _encoded(output, work.id)
+        _encoded(output, work.id)
         self._extend_history(output)
         await self._services.owned.settle()
-        return encoded
+        return output
+
+    async def _judge(self, output: DriverOutput) -> Content | DriverOutput | None:
+        """What the completion policy makes of a turn: nothing, the input of a revision, or how it ends."""
+        services = self._services
+        policy = services.config.completion_policy
+        if policy is None:
+            return None
+        services.tell(EndTurn())
+        candidate = CompletionCandidate(
+            text=output.text, structured=copy.deepcopy(output.structured), revision=self._revision
+        )
+        decision: object = await policy.evaluate(candidate, services)
+        if not isinstance(decision, CompletionDecision):
+            raise RetinueError(
+                f"the completion policy returned {type(decision).__name__}, not a CompletionDecision",
+                code="execution_failed",
+            )
+        await services.owned.settle()
+        revision = await services.ask(Revise(action=decision.action, reason=decision.reason))
+        assert isinstance(revision, Revision)
+        match decision.action:
+            case "accept":
+                return None
+            case "revise" if revision.allowed:
+                self._revision += 1
+                return decision.instruction
+            case "revise":
+                limit = services.config.budgets.max_revisions
+                reason = Reason("revision_limit", f"sent back more than {limit} times: {decision.reason}")
+                return dataclasses.replace(output, status="stopped", reason=reason)
+            case "await_input":
+                reason = Reason("await_input", decision.reason)
+                return dataclasses.replace(output, status="awaiting_input", reason=reason)
+            case _:
+                return dataclasses.replace(output, status="stopped", reason=Reason("stop", decision.reason))
+
+    async def _follow_up(self) -> Content | None:
+        taken = await self._services.ask(NextTurn())
+        assert isinstance(taken, TakenInput)
+        return taken.input
+
+    @property
+    def holds_something(self) -> bool:
+        """Whether :meth:`release` has something to do."""
+        return self._bound is not None or self._services.resources.held > 0
+
+    async def release(self) -> list[str]:
+        """Let go of what the run used, after its commit; diagnostics of what failed (contract section 1)."""
+        diagnostics = await self._services.resources.release()
+        if self._bound is not None:
+            diagnostics += await self._bound.dispose()
+        return diagnostics
 
     def _extend_history(self, output: DriverOutput) -> None:
         if output.history is None:

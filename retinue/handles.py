@@ -1,35 +1,41 @@
-"""Run handles: follow, cancel and await a run from a script, a notebook or another process."""
+"""Run handles: follow, steer, answer, cancel and await a run from a script, a notebook or another process."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import copy
-from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+import time
+from collections.abc import Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from retinue.budgets import BudgetSnapshot
-from retinue.client import SessionClient, empty_budget
-from retinue.errors import RetinueError
+from retinue.client import SessionClient
+from retinue.drivers import ControlMode
+from retinue.ended_runs import cancel_receipt, empty_budget, unknown_status
+from retinue.errors import InputError
 from retinue.event_log import check_cursor
-from retinue.events import Event, decode_event
-from retinue.ids import Identity
+from retinue.event_streams import EventFilter, EventStream, blocking_events
+from retinue.events import Event, InputRequest
+from retinue.ids import Identity, check_id, new_id
 from retinue.loop import awaited, blocking, finish_before_exit, on_client_loop
-from retinue.messages import escape_surrogates
-from retinue.protocol import RunState, RunStatus, StartRun
+from retinue.messages import Content, check_content, escape_surrogates
+from retinue.protocol import Receipt, ReplyInput, RunState, RunStatus, SendInput, StartRun
 from retinue.results import Reason, RunResult
 
 if TYPE_CHECKING:
     from retinue.backend import Backend
 
-T = TypeVar("T")
-
 
 class RunHandle:
     """One run, wherever it is. Made by ``runtime.start`` and ``runtime.attach``; safe in any thread.
 
-    Every awaitable has a blocking twin: ``events`` / ``iter_events``, ``result`` / ``wait``.
+    Every awaitable has a blocking twin: ``events`` / ``iter_events``, ``result`` / ``wait``, ``send`` /
+    ``send_blocking`` and so on.
+
+    A start with ``if_busy="steer"`` that found the session busy follows the run which took the input:
+    ``run_id`` is that run's once ``accepted()`` has returned.
     """
 
     def __init__(
@@ -45,7 +51,10 @@ class RunHandle:
         self.identity = identity
         self._backend = backend
         self._session_id = session_id
+        self._may_steer = start is not None and start.if_busy == "steer"
         self._status: RunStatus | None = None
+        self.heard_at = 0.0
+        """When something was heard of the run last, on the monotonic clock."""
         self._local_result: RunResult | None = None
         self._client_hops = 0
         self._accepting = on_client_loop(self._accept(start))
@@ -61,10 +70,12 @@ class RunHandle:
             if start is None:
                 record = await client.find_run(self.identity, self.run_id)
                 self._session_id = record.session_id
-                self._heard(await client.status(self.identity, record.session_id, self.run_id))
+                status = await client.status(self.identity, record.session_id, self.run_id)
             else:
                 self._client_hops += 1
-                self._heard(await client.start(start))
+                status = await client.start(start)
+                self.run_id = status.run_id
+            self.heard(status)
         except Exception as error:
             self._local_result = RunResult(
                 status="failed",
@@ -77,10 +88,11 @@ class RunHandle:
             raise
 
     async def accepted(self) -> None:
-        """Return once the run is stored.
+        """Return once the run is stored, or the input was taken by the run that has the session.
 
         Raises:
             SessionConflict, Overloaded, StoreUnavailable, ...: it was refused, and nothing was stored.
+            Unsupported: the run that has the session cannot be steered.
             NotFound: an attached run does not exist for this identity.
         """
         await awaited(self._accepting)
@@ -94,7 +106,8 @@ class RunHandle:
 
     @property
     def state(self) -> RunState:
-        """``running``, ``cancelling`` or ``finished``; at most a second old."""
+        """``queued``, ``running``, ``awaiting_input``, ``cancelling`` or ``finished``; at most a second old,
+        and never older than the last event or receipt of this handle."""
         if self._local_result is not None:
             return "finished"
         status = self._backend.peek(self)
@@ -113,6 +126,18 @@ class RunHandle:
         return status.budget if status is not None else empty_budget()
 
     @property
+    def pending_input(self) -> InputRequest | None:
+        """A copy of the question that the run waits with; at most a second old."""
+        status = None if self.over else self._backend.peek(self)
+        return None if status is None else copy.deepcopy(status.pending_input)
+
+    @property
+    def queue_position(self) -> int | None:
+        """How many runs a queued run waits for, itself included: 1 is next. At most a second old."""
+        status = None if self.over else self._backend.peek(self)
+        return None if status is None else status.queue_position
+
+    @property
     def hops(self) -> int:
         """Remote calls awaited for this run, by this client and by the session host; 0 in-process."""
         if not self._backend.remote:
@@ -124,17 +149,16 @@ class RunHandle:
         """What was heard of the run last."""
         return self._status
 
-    def _heard(self, status: RunStatus | None) -> None:
-        if status is None:
-            return
+    def heard(self, status: RunStatus) -> None:
+        """Take over what was heard of the run, unless more is known. For backends and event streams."""
+        self.heard_at = time.monotonic()
         known = self._status
-        if known is None or known.state != "finished" or status.state == "finished":
+        if known is None or (known.state != "finished" and status.cursor >= known.cursor):
             self._status = status
 
-    async def refresh(self, client: SessionClient) -> None:
-        """Ask how the run is. For backends."""
-        if self._accepting.done() and self._local_result is None:
-            self._heard(await client.status(self.identity, self.session_id, self.run_id))
+    async def client(self) -> SessionClient:
+        """The client of this handle's backend. For event streams; on the client loop."""
+        return await self._backend.client()
 
     # --- result -------------------------------------------------------------------------------------------
 
@@ -164,146 +188,156 @@ class RunHandle:
         client = await self._backend.client()
         self._client_hops += 1
         settled = await client.result(self.identity, self.session_id, self.run_id)
-        self._heard(settled.status)
+        self.heard(settled.status)
         return settled.result
 
     # --- events -------------------------------------------------------------------------------------------
 
-    def events(self, after: int = 0) -> EventStream:
+    def events(
+        self,
+        after: int = 0,
+        *,
+        types: Iterable[str] | None = None,
+        children: bool | Iterable[str] = True,
+    ) -> EventStream:
         """Events after a cursor, to the terminal one; ``async for event in handle.events()``.
 
         Args:
             after: sequence of the last event that was seen; 0 reads from the first.
+            types: only events of these types, such as ``["text.delta", "tool.complete"]``.
+            children: events of delegates too; or only of those with these names, beside the run's own.
+
+        What is filtered out keeps its number, and the terminal event always comes.
 
         Raises:
             InputError: at once for a wrong type or range; while reading, for a cursor ahead of the run.
             EventGap: while reading, when events after the cursor are no longer kept; the stream then ends.
         """
-        return EventStream(self, check_cursor(after))
+        return EventStream(self, check_cursor(after), EventFilter.of(types, children))
 
-    def iter_events(self, after: int = 0) -> Iterator[Event]:
+    def iter_events(
+        self,
+        after: int = 0,
+        *,
+        types: Iterable[str] | None = None,
+        children: bool | Iterable[str] = True,
+    ) -> Iterator[Event]:
         """The blocking twin of :meth:`events`."""
-        return _blocking_events(self.events(after))
+        return blocking_events(self.events(after, types=types, children=children))
 
     # --- control ------------------------------------------------------------------------------------------
 
-    async def cancel(self, reason: str = "cancelled by the caller") -> None:
+    async def send(
+        self, input: Content, *, mode: ControlMode = "steer", input_id: str | None = None
+    ) -> Receipt:
+        """Give the run more input while it works.
+
+        Args:
+            input: as for ``start``.
+            mode: ``steer`` reaches the work before its next model call; ``follow_up`` is the next turn, after
+                one that completed.
+            input_id: chosen by the caller, so that repeating the call is harmless; made up when left out.
+
+        Raises:
+            InputError: bad content; or code ``run_finished``: the run takes no such input any more.
+            Unsupported: the driver does not take this kind of input.
+            Overloaded: 32 inputs wait already.
+        """
+        return await awaited(self._sending(input, mode, input_id))
+
+    def send_blocking(
+        self, input: Content, *, mode: ControlMode = "steer", input_id: str | None = None
+    ) -> Receipt:
+        """The blocking twin of :meth:`send`."""
+        return blocking(self._sending(input, mode, input_id))
+
+    def _sending(
+        self, input: Content, mode: ControlMode, input_id: str | None
+    ) -> concurrent.futures.Future[Receipt]:
+        if mode not in ("steer", "follow_up", "replace"):
+            raise InputError(f"mode is 'steer' or 'follow_up', not {mode!r:.80}", field="mode")
+        input_id = new_id("input") if input_id is None else input_id
+        check_id("input_id", input_id)
+        return on_client_loop(self._send(input_id, check_content(input), mode))
+
+    async def _send(self, input_id: str, input: Content, mode: ControlMode) -> Receipt:
+        client = await self._taking_input()
+        sent = SendInput(run_id=self.run_id, input_id=input_id, input=input, mode=mode)
+        return self._received(await client.send(self.identity, self.session_id, sent))
+
+    async def reply(self, request_id: str, input: Content) -> Receipt:
+        """Answer the question that the run waits with; the first answer wins.
+
+        Args:
+            request_id: ``handle.pending_input.id``, or that of the ``input.requested`` event.
+            input: as for ``start``.
+
+        Raises:
+            InputError: bad content; or code ``run_finished``, ``input_already_resolved``,
+                ``input_not_pending`` or ``input_mismatch``.
+        """
+        return await awaited(self._replying(request_id, input))
+
+    def reply_blocking(self, request_id: str, input: Content) -> Receipt:
+        """The blocking twin of :meth:`reply`."""
+        return blocking(self._replying(request_id, input))
+
+    def _replying(self, request_id: str, input: Content) -> concurrent.futures.Future[Receipt]:
+        check_id("request_id", request_id)
+        return on_client_loop(self._reply(request_id, new_id("reply"), check_content(input)))
+
+    async def _reply(self, request_id: str, reply_id: str, input: Content) -> Receipt:
+        client = await self._taking_input()
+        reply = ReplyInput(run_id=self.run_id, request_id=request_id, reply_id=reply_id, input=input)
+        return self._received(await client.reply(self.identity, self.session_id, reply))
+
+    async def cancel(self, reason: str = "cancelled by the caller") -> Receipt:
         """Stop the run with everything below it; returns when the request has arrived.
 
         The run is ``cancelling`` until all its work is gone; ``result()`` then gives status ``cancelled``.
         Repeats, and cancels of a finished run, change nothing.
         """
-        await awaited(self._cancelling(reason))
+        return await awaited(self._cancelling(reason))
 
-    def cancel_blocking(self, reason: str = "cancelled by the caller") -> None:
+    def cancel_blocking(self, reason: str = "cancelled by the caller") -> Receipt:
         """The blocking twin of :meth:`cancel`."""
-        blocking(self._cancelling(reason))
+        return blocking(self._cancelling(reason))
 
-    def _cancelling(self, reason: str) -> concurrent.futures.Future[None]:
-        return on_client_loop(self._cancel(reason))
+    def _cancelling(self, reason: str) -> concurrent.futures.Future[Receipt]:
+        return on_client_loop(self._cancel(escape_surrogates(str(reason))))
 
-    async def _cancel(self, reason: str) -> None:
+    async def _cancel(self, reason: str) -> Receipt:
         if self._session_id is None:
-            await asyncio.wrap_future(self._accepting)
-        if self._local_result is not None or self.state == "finished":
-            return
+            await self.accepted()
+        elif self._may_steer:  # which run it is depends on how the start is answered
+            with contextlib.suppress(Exception):
+                await self.accepted()
+        if self.over:
+            known = self._status if self._local_result is None else None
+            return cancel_receipt("returned", known or unknown_status(self.run_id, "finished"))
         client = await self._backend.client()
-        await client.cancel(self.identity, self.session_id, self.run_id, escape_surrogates(str(reason)))
+        return self._received(await client.cancel(self.identity, self.session_id, self.run_id, reason))
+
+    async def _taking_input(self) -> SessionClient:
+        """The client, when the run is there to take input."""
+        try:
+            await self.accepted()
+        except Exception as error:
+            if self._session_id is None:
+                raise
+            raise InputError(
+                f"run {self.run_id} takes no input: its start was refused ({error})",
+                code="run_finished",
+                run_id=self.run_id,
+            ) from None
+        return await self._backend.client()
+
+    def _received(self, receipt: Receipt) -> Receipt:
+        self.heard(receipt.status)
+        return receipt
 
     def __repr__(self) -> str:
         return f"<RunHandle {self.run_id} {self.state}>"
-
-
-class EventStream(AsyncIterator[Event]):
-    """One viewer of a run. Concurrent reads are answered in order; closing it never touches the run."""
-
-    def __init__(self, handle: RunHandle, after: int) -> None:
-        self._handle = handle
-        self._cursor = after
-        self._buffer: deque[Event] = deque()
-        self._abandoned: deque[concurrent.futures.Future[Event | None]] = deque()
-        """Reads whose reader stopped waiting; the next readers take them, so that no event is lost."""
-        self._ended = False
-        self._turn: asyncio.Lock | None = None
-        self._reading: asyncio.Task[None] | None = None
-
-    @property
-    def cursor(self) -> int:
-        """Sequence of the last event that was delivered: where to go on from."""
-        return self._cursor
-
-    def __aiter__(self) -> EventStream:
-        return self
-
-    async def __anext__(self) -> Event:
-        read = self._abandoned.popleft() if self._abandoned else on_client_loop(self.next_event())
-        try:
-            event = await awaited(read)
-        except asyncio.CancelledError:
-            if not read.cancelled():
-                self._abandoned.append(read)
-            raise
-        if event is None:
-            raise StopAsyncIteration
-        return event
-
-    async def next_event(self) -> Event | None:
-        """The next event, or ``None`` at the end; on the client loop."""
-        if self._turn is None:
-            self._turn = asyncio.Lock()
-        async with self._turn:
-            while not self._buffer and not self._ended:
-                self._reading = asyncio.ensure_future(self._read())
-                try:
-                    await self._reading
-                except asyncio.CancelledError:
-                    if not self._ended:
-                        raise
-                except RetinueError:
-                    self._ended = True
-                    raise
-                finally:
-                    self._reading = None
-            if self._ended and not self._buffer:
-                return None
-            event = self._buffer.popleft()
-            self._cursor = event.sequence
-            return event
-
-    async def _read(self) -> None:
-        handle = self._handle
-        try:
-            await asyncio.wrap_future(handle._accepting)
-        except Exception:
-            self._ended = True
-            return
-        client = await handle._backend.client()
-        page = await client.events(handle.identity, handle.session_id, handle.run_id, self._cursor)
-        handle._heard(page.status)
-        self._buffer.extend(decode_event(body) for _, body in page.events)
-        self._ended = page.closed or not page.events
-
-    async def aclose(self) -> None:
-        """End this viewer: pending reads end, later ones too."""
-        await awaited(on_client_loop(self._close()))
-
-    def close(self) -> None:
-        """The blocking twin of :meth:`aclose`; returns at once."""
-        on_client_loop(self._close())
-
-    async def _close(self) -> None:
-        self._ended = True
-        self._buffer.clear()
-        if self._reading is not None:
-            self._reading.cancel()
-
-
-def _blocking_events(stream: EventStream) -> Iterator[Event]:
-    try:
-        while (event := blocking(on_client_loop(stream.next_event()))) is not None:
-            yield event
-    finally:
-        stream.close()
 
 
 def _has_failed(future: concurrent.futures.Future[RunResult]) -> bool:

@@ -51,6 +51,11 @@ def session_key(identity: Identity, session_id: str) -> str:
     )
 
 
+def session_label(session_id: str, name: str) -> str:
+    """What a delegate's session is called; a label, never a session that can be opened."""
+    return f"{session_id}:{name}"
+
+
 def new_id(prefix: str) -> str:
     """A fresh unique id: ``<prefix>_<32 hex digits>``."""
     return f"{prefix}_{uuid.uuid4().hex}"

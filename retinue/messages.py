@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from typing import Any, Literal
+from uuid import UUID
 
 import msgspec
 
@@ -97,6 +100,10 @@ def content_text(content: Content) -> str:
     return "\n".join(part.text for part in content if isinstance(part, TextPart))
 
 
+_NO_TEXT = (bytes, bytearray, memoryview, datetime, date, time, timedelta, UUID, Decimal)
+"""What msgspec would turn into text that nobody wrote."""
+
+
 def check_content(value: object) -> Content:
     """A validated copy of a run input (contract section 12).
 
@@ -109,12 +116,13 @@ def check_content(value: object) -> Content:
     if not isinstance(value, str | list | tuple):  # bytes and dates would become text that nobody wrote
         raise InputError(f"the input must be a string or a list of content parts, not {type(value).__name__}")
     try:
-        content: Content = msgspec.convert(msgspec.to_builtins(value), Content, strict=True)
+        plain = msgspec.to_builtins(value, builtin_types=_NO_TEXT)
+        content: Content = msgspec.convert(plain, Content, strict=True)
         encoded = msgspec.json.encode(content)
-    except (msgspec.ValidationError, TypeError, RecursionError) as error:
-        raise InputError(f"the input must be a string or a list of content parts: {error}") from None
     except UnicodeEncodeError:
         raise InputError("the input holds a lone surrogate, which no store can carry") from None
+    except (ValueError, TypeError, RecursionError) as error:  # msgspec.ValidationError is a ValueError
+        raise InputError(f"the input must be a string or a list of content parts: {error}") from None
     if content == []:
         raise InputError("the input is an empty list; give at least one content part")
     if len(encoded) > MAX_INPUT_BYTES:

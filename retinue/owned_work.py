@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from retinue.errors import InputError, RetinueError
@@ -18,10 +18,16 @@ T = TypeVar("T")
 
 
 class OwnedWork:
-    """The pending work of one execution. Belongs to its user loop."""
+    """The pending work of one execution. Belongs to its user loop.
 
-    def __init__(self) -> None:
+    Args:
+        at_end: called once, when the execution has ended and nothing of it runs any more.
+    """
+
+    def __init__(self, at_end: Callable[[], None] = lambda: None) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._expected: dict[object, str] = {}
+        self._at_end = at_end
         self._ended = False
 
     def run(self, work: Awaitable[T]) -> asyncio.Task[T]:
@@ -39,8 +45,21 @@ class OwnedWork:
         if self._ended:
             raise InputError("the run has ended; its services cannot be used any more", code="run_finished")
 
+    def expect(self, thing: object, what: str) -> None:
+        """The driver must be through with this, such as a stream, before it returns."""
+        self._expected[thing] = what
+
+    def finish(self, thing: object) -> None:
+        """The driver is through with what was expected; it may have been before."""
+        self._expected.pop(thing, None)
+
     async def settle(self) -> None:
-        """Wait until all of it is done; raise the first failure."""
+        """The driver has returned: wait until all of it is done; raise the first failure.
+
+        Raises:
+            RetinueError: it returned before it was through with something that was expected of it.
+        """
+        at_return = dict(self._expected)
         await asyncio.sleep(0)  # tasks that the driver has just made come to register their calls
         while pending := list(self._tasks):
             await asyncio.wait(pending)
@@ -49,6 +68,12 @@ class OwnedWork:
                 # A delegate that its parent cancelled is no failure of the parent.
                 if error is not None and not (isinstance(error, RetinueError) and error.code == "cancelled"):
                     raise error
+        if unfinished := [*at_return.values(), *self._expected.values()]:
+            raise RetinueError(
+                f"the driver returned while {unfinished[0]} was unfinished; iterate it to its end, or leave "
+                "it with 'async with'",
+                code="execution_failed",
+            )
 
     async def cancel(self) -> None:
         """Cancel it and wait until it is gone; its outcome is nobody's any more."""
@@ -63,6 +88,7 @@ class OwnedWork:
     def end(self) -> None:
         """The driver has ended and its work is gone: whoever goes on all the same is refused."""
         self._ended = True
+        self._at_end()
 
 
 async def _awaited(work: Awaitable[T]) -> T:

@@ -38,6 +38,10 @@ class LocalPort:
     def budget(self) -> BudgetSnapshot:
         return self._tree.budget
 
+    @property
+    def steer_waits(self) -> bool:
+        return self._tree.inbox.steer_waits
+
     def _take(self, message: ParticipantMessage) -> None:
         reply = self._tree.handle(message)
         if isinstance(reply, Awaitable):  # it waits for room in the event log

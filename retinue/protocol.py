@@ -12,14 +12,17 @@ from typing import Any, Literal
 import msgspec
 
 from retinue.budgets import Budgets, BudgetSnapshot, Usage
-from retinue.drivers import RunMode
-from retinue.events import Payload
+from retinue.drivers import ControlMode, RunMode
+from retinue.events import CompletionAction, InputRequest, Payload
 from retinue.grants import Grants
 from retinue.ids import Identity
 from retinue.messages import Content
 from retinue.results import DriverOutput, RunResult
+from retinue.store import StoredArtifact
 
-RunState = Literal["running", "cancelling", "finished"]
+RunState = Literal["queued", "running", "awaiting_input", "cancelling", "finished"]
+IfBusy = Literal["reject", "queue", "steer", "cancel"]
+"""What a start does where another run has the session."""
 
 # --- client to session ------------------------------------------------------------------------------------
 
@@ -39,6 +42,7 @@ class StartRun(msgspec.Struct, frozen=True, kw_only=True):
     """Label of the caller's own records."""
     root_run_id: str | None = None
     """Label of the caller's own records; the run's own id when left out."""
+    if_busy: IfBusy = "reject"
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +54,72 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     budget: BudgetSnapshot
     hops: int = 0
     """Remote calls that the session host awaited for this run."""
+    pending_input: InputRequest | None = None
+    """The question that the run waits with."""
+    queue_position: int | None = None
+    """Of a queued run: 1 is next."""
+
+
+class SendInput(msgspec.Struct, frozen=True, kw_only=True):
+    """Live input for a run. The id is the client's, so a repeat has no second effect."""
+
+    run_id: str
+    input_id: str
+    input: Content
+    mode: ControlMode
+
+
+class ReplyInput(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer to a question. A repeat of the same ``reply_id`` gives the first receipt."""
+
+    run_id: str
+    request_id: str
+    reply_id: str
+    input: Content
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of something that was sent to a run. A refusal is raised instead, with its reason."""
+
+    id: str
+    """Of the input, of the answered request, or of the cancelled run."""
+    action: Literal["steer", "follow_up", "reply", "cancel"]
+    outcome: Literal["delivered", "deferred", "returned"]
+    """``delivered``: it has reached the work at ``boundary``. ``deferred``: it waits for ``boundary``.
+    ``returned``: it had no effect, because the run ended before it (or, for a cancel, had ended)."""
+    boundary: Literal["model_call", "turn", "question", "run"]
+    """``model_call``: before the next call of the model; ``turn``: as the next turn; ``question``: the
+    question that waited; ``run``: the run as a whole."""
+    status: RunStatus
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True):
+    """Begin another session of the same user with the first turns of this one. Safe to repeat by its id."""
+
+    fork_id: str
+    target_session_id: str
+    turns: int | None
+    """How many are kept; ``None`` keeps all, a negative number leaves so many out."""
+    keep_state: bool
+
+
+class Forked(msgspec.Struct, frozen=True, kw_only=True):
+    """The session that a fork began."""
+
+    session_id: str
+    revision: int
+    messages: int
+    """Messages that it took over."""
+    of_revision: int
+    """Revision of the session that it was forked from."""
+
+
+class VouchFor(msgspec.Struct, frozen=True, kw_only=True):
+    """Call a partial transcript replayable. Safe to repeat by its id."""
+
+    mark_id: str
+    by: str
+    why: str
 
 
 class EventPageReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,9 +238,67 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     hops: int = 0
 
 
+class Began(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The driver is about to start. From the root; needs no reply."""
+
+
+class TakeInput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The oldest steer that waits, at a boundary. From the root. Reply: :class:`TakenInput`."""
+
+    close: bool = False
+    """Where none waits, take no more steers until the next turn."""
+
+
+class NextTurn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A turn completed and was accepted: the oldest follow-up, or nothing, and then no input is taken any
+    more. From the root. Reply: :class:`TakenInput`."""
+
+
+class EndTurn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The driver has returned: steers are refused until the next turn. From the root; needs no reply."""
+
+
+class Revise(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The completion policy decided. From the root. Reply: :class:`Revision`."""
+
+    action: CompletionAction
+    reason: str
+
+
+class AskInput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask whoever follows the run; replied to when somebody answered. Reply: :class:`InputReply`."""
+
+    participant: str
+    question: str
+    choices: Sequence[str] | None
+    timeout: float | None
+    """Seconds."""
+
+
+class WithdrawInput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Whoever asked no longer waits for the answer. Needs no reply."""
+
+    participant: str
+
+
+class PutArtifact(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Keep this beside the session. Reply: :class:`Acknowledged` once it is stored."""
+
+    participant: str
+    artifact: StoredArtifact
+
+
+class GetArtifact(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An artifact of this session. Reply: :class:`ArtifactRead`."""
+
+    participant: str
+    artifact_id: str
+
+
 ParticipantMessage = (
     AdmitModel | SettleModel | AdmitTool | ToolDone | Record | Emit | Spawn | AwaitChild | CancelChild
-    | Finished
+    | Began | TakeInput | EndTurn | NextTurn | Revise | AskInput | WithdrawInput | PutArtifact
+    | GetArtifact | Finished
 )  # fmt: skip
 
 
@@ -198,6 +326,26 @@ class ChildEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     usage: Usage = msgspec.field(default_factory=Usage)
 
 
+class TakenInput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    input_id: str | None = None
+    """``None`` when nothing waited."""
+    input: Content | None = None
+
+
+class Revision(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    allowed: bool
+    """A revision may begin; false when the limit of revisions is reached, or none was asked for."""
+
+
+class InputReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    request_id: str
+    input: Content
+
+
+class ArtifactRead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    artifact: StoredArtifact | None
+
+
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The request failed or was refused, with a :meth:`RetinueError.to_payload`."""
 
@@ -206,7 +354,10 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The run is ending: the participant must stop."""
 
 
-RootReply = ModelAdmitted | ToolAdmitted | Spawned | Acknowledged | ChildEnded | Rejected
+RootReply = (
+    ModelAdmitted | ToolAdmitted | Spawned | Acknowledged | ChildEnded | TakenInput | Revision
+    | InputReply | ArtifactRead | Rejected
+)  # fmt: skip
 
 
 # --- root to child host -----------------------------------------------------------------------------------
@@ -224,6 +375,8 @@ class ChildOrder(msgspec.Struct, frozen=True, kw_only=True):
     parent_run_id: str
     attempt_id: str
     participant: str
+    depth: int
+    """1 for a delegate of the root, 2 for a delegate of such a one."""
     identity: Identity
     session_id: str
     """The root's; the delegate's own label is ``<session>:<name>``."""

@@ -1,12 +1,15 @@
 """Ending the runs of a process that died: whoever takes the session over does it first.
 
-A run is not taken up (nobody knows what its tools had done); its record ends ``failed`` with reason
-``interrupted``. History is as last committed plus the run's input, and no longer replayable.
+A run that had begun is not taken up (nobody knows what its tools had done); its record ends ``failed`` with
+reason ``interrupted``. History is as last committed plus the run's input, and no longer replayable. A run
+that was still queued is taken up by an activation of its app; where there is none it ends ``interrupted``
+too, and leaves the session as it was.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,17 +19,69 @@ from retinue.events import Event, EventsLost, ModelComplete, RunTerminal, decode
 from retinue.ids import Identity
 from retinue.messages import Content, encode_message, user
 from retinue.results import Reason, RunResult
-from retinue.store import CommitSession, LeaseGrant, RunOutcome, RunRecord, Store, StoredEvent, StoredSession
+from retinue.run_queue import QueuedRun
+from retinue.store import (
+    CommitSession,
+    FinishRun,
+    LeaseGrant,
+    RunOutcome,
+    RunRecord,
+    Store,
+    StoredEvent,
+    StoredSession,
+)
 
 _PAGE = 512
 
 
-async def end_interrupted_runs(store: Store, grant: LeaseGrant) -> StoredSession:
-    """End every run that the lease grant shows as still open; the session as it is then."""
+async def end_interrupted_runs(
+    store: Store, grant: LeaseGrant, app_digest: str | None = None
+) -> tuple[StoredSession, Sequence[RunRecord]]:
+    """End every run that the lease grant shows as still open, except queued ones of this app.
+
+    Returns:
+        The session as it is then, and the queued runs to take up, in order.
+    """
     session = grant.session
+    kept = []
     for record in grant.open_runs:
-        session = await _end(store, grant, session, record)
-    return session
+        if not record.queued:
+            session = await _end(store, grant, session, record)
+        elif app_digest is not None and queued_app(record) == app_digest:
+            kept.append(record)
+        else:
+            await _end_queued(store, grant, record)
+    return session, kept
+
+
+def queued_app(record: RunRecord) -> str | None:
+    """Digest of the app that a queued run waits for; ``None`` where the record does not say."""
+    try:
+        return msgspec.json.decode(record.start, type=QueuedRun).app_digest
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return None
+
+
+async def _end_queued(store: Store, grant: LeaseGrant, record: RunRecord) -> None:
+    """It never began: no message, no revision."""
+    lost_number = record.reserved_to + 1
+    lost = _envelope(record, lost_number, EventsLost(1, record.reserved_to))
+    final_cursor = lost_number + 1
+    result = RunResult(
+        status="failed",
+        reason=Reason("interrupted", "it was still queued when its process died, and its app is gone"),
+        run_id=record.run_id,
+        session_id=record.session_id,
+        final_cursor=final_cursor,
+    )
+    outcome = RunOutcome(
+        run_id=record.run_id,
+        outcome=_envelope(record, final_cursor, RunTerminal(result)),
+        final_cursor=final_cursor,
+    )
+    await store.finish_run(
+        FinishRun(lease=grant.lease, outcome=outcome, events=[StoredEvent(lost_number, lost)])
+    )
 
 
 async def _end(store: Store, grant: LeaseGrant, session: StoredSession, record: RunRecord) -> StoredSession:

@@ -2,7 +2,8 @@
 
 Numbers are used only inside a block that the run's record has reserved, so none is ever used twice, even
 after a crash: what a crash took is the rest of the block. A store that does not answer makes events wait
-for the next block, and admissions wait for the events (back-pressure).
+for the next block, and admissions wait for the events (back-pressure). A question is stored before anybody
+sees it, so that it outlives the process that asked.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from retinue.errors import InputError, RetinueError, StoreUnavailable
 from retinue.event_log import EventLog
-from retinue.events import Event, Payload, RunTerminal, encode_event
+from retinue.events import Event, InputRequested, Payload, RunTerminal, encode_event
 from retinue.results import RunResult
 from retinue.store import EVENT_BLOCK, Lease, Store, StoredEvent
 from retinue.store_wait import until_stored
@@ -69,6 +70,8 @@ class RunEvents:
         self._on_failure = on_failure
         self._waiting: list[tuple[Payload, EventSource]] = []
         self._unstored: list[StoredEvent] = []
+        self._held_back: StoredEvent | None = None
+        """A question that nobody sees before it is stored, and nothing after it."""
         self._room = asyncio.Event()
         self._room.set()
         self._wake = asyncio.Event()
@@ -84,18 +87,32 @@ class RunEvents:
 
     def _number_waiting(self) -> None:
         # The terminal event always keeps a number: hence the 1.
-        while self._waiting and (self._store is None or self.log.last + 1 < self._reserved_to):
+        while self._waiting and self._held_back is None and self._has_numbers:
             payload, source = self._waiting.pop(0)
             number = self.log.last + 1
             body = self._encode(payload, source, number)
-            self.log.append(body)
             if self._store is not None:
                 self._unstored.append(StoredEvent(number, body))
+                if isinstance(payload, InputRequested):
+                    self._held_back = StoredEvent(number, body)
                 self._start_writer()
-        if self._waiting:
+            if self._held_back is None:
+                self.log.append(body)
+        if self._waiting or self._held_back is not None:
             self._room.clear()
         else:
             self._room.set()
+
+    @property
+    def _has_numbers(self) -> bool:
+        return self._store is None or self.log.last + 1 < self._reserved_to
+
+    def _show_held_back(self) -> None:
+        """The question is stored, or cannot be: show it, and what came after it."""
+        held_back, self._held_back = self._held_back, None
+        if held_back is not None:
+            self.log.append(held_back.body)
+            self._number_waiting()
 
     def _encode(self, payload: Payload, source: EventSource, number: int) -> bytes:
         try:
@@ -130,7 +147,7 @@ class RunEvents:
     def _start_writer(self) -> None:
         if self._writer is None:
             self._writer = asyncio.ensure_future(self._write_behind())
-        if self._needs_block:
+        if self._needs_block or self._held_back is not None:
             self._wake.set()
 
     @property
@@ -148,6 +165,7 @@ class RunEvents:
             try:
                 await self._write()
             except RetinueError as error:
+                self._show_held_back()
                 if self._waiting:  # for a block that cannot be had: the run must not wait for ever
                     self._waiting.clear()
                     self._room.set()
@@ -166,7 +184,9 @@ class RunEvents:
             self.stored(events)
             if reserve_to is not None:
                 self._reserved_to = reserve_to
-                self._number_waiting()
+            if self._held_back is not None and events and self._held_back.sequence <= events[-1].sequence:
+                self._show_held_back()
+            self._number_waiting()
 
     @property
     def unstored(self) -> Sequence[StoredEvent]:
@@ -200,6 +220,10 @@ class RunEvents:
     def terminal(self, body: bytes) -> None:
         """Add the last event and close the log."""
         self.log.append(body, terminal=True)
+
+    def abandon(self, error: RetinueError) -> None:
+        """The run leaves this process without having begun."""
+        self.log.fail(error)
 
     async def pause(self) -> None:
         """Stop writing behind, until the next event: what is left is the commit's."""

@@ -1,7 +1,7 @@
 """One run: from its stored record to its one terminal result (contract section 6).
 
-    accept ──> drive ──> settle delegates ──> commit ──> [late change: store again] ──> terminal event
-                 ^ cancel, deadline
+    [queued] ──> drive ──> settle delegates ──> commit ──> release ──> confirm ──> terminal event
+                   ^ cancel, clocks, send, reply
 
 A run lives on the control loop; its driver runs on a user loop and reaches it through a port.
 """
@@ -10,96 +10,70 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
-import msgspec
-
+from retinue.artifacts import SessionArtifacts
+from retinue.clocks import RunClocks
 from retinue.config import RuntimeConfig
 from retinue.drivers import RunRequest
-from retinue.errors import Interrupted, LeaseLost, RetinueError, StoreUnavailable
-from retinue.events import Control, Payload, RunStarted
+from retinue.errors import LeaseLost, NotFound, RetinueError
+from retinue.events import Control, Payload
 from retinue.grants import Grants
 from retinue.ids import new_id
-from retinue.lease_watch import LeaseWatch
-from retinue.messages import close_open_calls, decode_message, encode_message, escape_surrogates
+from retinue.inbox import RunInbox
+from retinue.messages import escape_surrogates
 from retinue.protocol import (
     Finished,
+    Receipt,
+    ReplyInput,
     RunState,
     RunStatus,
+    SendInput,
     Settled,
     StartRun,
-    decode_output,
 )
-from retinue.results import (
-    MAX_RESULT_BYTES,
-    DriverOutput,
-    Reason,
-    RunResult,
-    Status,
-    encode_result,
-)
+from retinue.resources import SessionResources
+from retinue.results import Reason, RunResult
+from retinue.run_ending import Ending, RunEnding, SessionState, status_of_cancel
 from retinue.run_events import EventSource, RunEvents
-from retinue.store import CommitSession, FinishRun, Lease, RunOutcome, Store, StoredArtifact
-from retinue.store_wait import until_stored
 from retinue.tree import ChildLauncher, Participant, Tree
-
-MAX_TIMER = 86_400.0
-"""Seconds that one timer is set for; longer deadlines re-arm."""
-
-
-class SessionState(Protocol):
-    """What a run needs of its session: the committed state, and to be told of a commit."""
-
-    activation_id: str
-    store: Store
-    lease: Lease
-    revision: int
-    replayable: bool
-    history: list[bytes]
-    state: bytes
-    watch: LeaseWatch
-
-    def committed(
-        self, revision: int, messages: Sequence[bytes], state: bytes | None, replayable: bool
-    ) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Ending:
-    """How the work ended, before anything is stored."""
-
-    status: Status
-    output: DriverOutput | None = None
-    reason: Reason | None = None
-    partial: bool = False
-    """An error or a cancellation cut the work: what is committed is no complete replay state."""
-    state: bytes | None = None
-    entered: bool = True
-    """The driver was started; otherwise the session is left as it was."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunEnvironment:
-    """What the host lends to its runs."""
-
-    launcher: ChildLauncher
-    launch_root: Callable[[Run], RootExecution]
-    stores_events: bool
-    wall_clock: Callable[[], float] = time.time
 
 
 class RootExecution(Protocol):
     """A root driver at work on a user loop."""
 
-    async def wait(self) -> Finished: ...
+    async def wait(self) -> Finished:
+        """How it ended, once what it owns has settled."""
+        ...
 
     def cancel(self) -> None: ...
 
+    async def release(self) -> list[str]:
+        """Let go of what the run used; diagnostics of what failed."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnvironment:
+    """What the host lends to its sessions and runs."""
+
+    launcher: ChildLauncher
+    launch_root: Callable[[Run], RootExecution]
+    on_user_loop: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
+    """Runs code of the application, or what belongs to it."""
+    stores_events: bool
+    wall_clock: Callable[[], float] = time.time
+
 
 class Run:
-    """A run of a session. Make it, call :meth:`execute` once, read :attr:`settled`."""
+    """A run of a session. Make it, call :meth:`execute` once, read :attr:`settled`.
+
+    Args:
+        queued: another run has the session; this one waits for :meth:`execute`.
+        session_resources: what runs of this session share.
+    """
 
     def __init__(
         self,
@@ -107,10 +81,15 @@ class Run:
         session: SessionState,
         config: RuntimeConfig,
         environment: RunEnvironment,
+        *,
+        queued: bool = False,
+        session_resources: SessionResources | None = None,
     ) -> None:
+        config.check_clocks()
         self.start = start
         self.session = session
         self.config = config
+        self.session_resources = session_resources
         self.request = RunRequest(
             input=start.input,
             identity=start.identity,
@@ -124,11 +103,14 @@ class Run:
             run_mode=start.run_mode,
         )
         self.settled: asyncio.Future[RunResult] = asyncio.get_running_loop().create_future()
-        self.fenced = False
-        """Another writer has the session: nothing of this run can be stored any more."""
+        self.settled.add_done_callback(_seen)
+        self.queue_position: int | None = 1 if queued else None
+        """1 is next; ``None`` once the run has begun."""
+        self.on_cancel: Callable[[], None] | None = None
+        """Called when the run is cancelled, while it is queued."""
         self.events = RunEvents(
             session_id=start.session_id,
-            root_run_id=start.root_run_id or start.run_id,
+            root_run_id=self.request.root_run_id,
             source=EventSource(
                 run_id=start.run_id,
                 attempt_id=self.request.attempt_id,
@@ -139,19 +121,36 @@ class Run:
             lease=session.lease,
             on_failure=self._events_failed,
         )
+        self.clocks = RunClocks(
+            deadline=start.deadline,
+            active_timeout=config.active_timeout,
+            input_timeout=config.input_timeout,
+            expired=lambda code, text: self._cancel(text, code),
+            wall_clock=environment.wall_clock,
+        )
+        self.inbox = RunInbox(
+            start.run_id,
+            config.driver.capabilities.controls,
+            self.events.emit,
+            on_wait=self.clocks.wait,
+            on_resume=self.clocks.work,
+        )
         self.tree = Tree(
-            self.request, config, environment.launcher, self._emit, self._room, session.activation_id
+            self.request,
+            config,
+            environment.launcher,
+            self._emit,
+            inbox=self.inbox,
+            artifacts=SessionArtifacts(session.store, session.lease),
+            room=self._room,
+            activation_id=session.activation_id,
         )
         self.hops = 0
-        """Remote calls awaited for this run here, on its critical path."""
+        """Remote calls awaited before the run began, on its critical path."""
         self._environment = environment
         self._cancelled: Reason | None = None
         self._execution: RootExecution | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-        self._diagnostics: list[str] = []
-        self._committed = False
-        """The outcome is stored: it stands, whoever takes the session over now."""
-        self._terminal: tuple[RunResult, bytes] | None = None
+        self._ending = RunEnding(start, session, self.tree, self.events, lambda: self._cancelled)
 
     # --- what others ask ----------------------------------------------------------------------------------
 
@@ -164,10 +163,19 @@ class Run:
         return self.request.grants
 
     @property
+    def fenced(self) -> bool:
+        """Another writer has the session: nothing of this run can be stored any more."""
+        return self._ending.fenced
+
+    @property
     def state(self) -> RunState:
-        if self.settled.done():
+        if self.settled.done() and self.settled.exception() is None:
             return "finished"
-        return "running" if self._cancelled is None else "cancelling"
+        if self._cancelled is not None:
+            return "cancelling"
+        if self.queue_position is not None:
+            return "queued"
+        return "running" if self.inbox.pending is None else "awaiting_input"
 
     def status(self) -> RunStatus:
         """The run as it is now; may be called from any thread."""
@@ -176,16 +184,56 @@ class Run:
             state=self.state,
             cursor=self.events.log.last,
             budget=self.tree.budget,
-            hops=self.hops + self.tree.hops,
+            hops=self.hops + self._ending.hops + self.tree.hops,
+            pending_input=self.inbox.pending,
+            queue_position=self.queue_position,
         )
 
     async def result(self) -> Settled:
-        """The result once there is one, with the final figures."""
+        """The result once there is one, with the final figures.
+
+        Raises:
+            NotFound: the session left this process while the run was queued.
+        """
         result = await asyncio.shield(self.settled)
         return Settled(result=result, status=self.status())
 
-    def cancel(self, reason: str, code: str = "cancelled") -> None:
+    # --- control ------------------------------------------------------------------------------------------
+
+    def send(self, sent: SendInput) -> Receipt:
+        """Take live input. Raises what :meth:`RunInbox.send` does."""
+        applied = self.inbox.send(sent) == "applied"
+        steer = sent.mode == "steer"
+        over = self.settled.done() and not applied
+        return Receipt(
+            id=sent.input_id,
+            action="steer" if steer else "follow_up",
+            outcome="delivered" if applied else "returned" if over else "deferred",
+            boundary="model_call" if steer else "turn",
+            status=self.status(),
+        )
+
+    def reply(self, reply: ReplyInput) -> Receipt:
+        """Answer the question that waits. Raises what :meth:`RunInbox.reply` does."""
+        self.inbox.reply(reply)
+        return Receipt(
+            id=reply.request_id,
+            action="reply",
+            outcome="delivered",
+            boundary="question",
+            status=self.status(),
+        )
+
+    def cancel(self, reason: str) -> Receipt:
         """Stop the run with everything below it. Only the first call counts; none does after the end."""
+        ended = self.settled.done()
+        self._cancel(reason)
+        return self.cancel_receipt("returned" if ended else "delivered")
+
+    def cancel_receipt(self, outcome: Literal["delivered", "returned"]) -> Receipt:
+        return Receipt(id=self.run_id, action="cancel", outcome=outcome, boundary="run", status=self.status())
+
+    def _cancel(self, reason: str, code: str = "cancelled") -> None:
         if self._cancelled is not None or self.settled.done():
             return
         reason = escape_surrogates(reason)
@@ -194,200 +242,72 @@ class Run:
         self.tree.stop(reason)
         if self._execution is not None:
             self._execution.cancel()
+        if self.on_cancel is not None:
+            self.on_cancel()
+
+    def interrupt(self, reason: str, code: str) -> None:
+        """The session or its store is lost: stop, and end ``failed`` with this code."""
+        self._cancel(reason, code)
 
     def fence(self) -> None:
         """Another writer has the session: end as soon as possible, without writing."""
-        if not self.fenced:
-            self.fenced = True
-            if not self._committed:
-                self.cancel("another process has taken this session over", "interrupted")
+        if not self._ending.fenced:
+            self._ending.fenced = True
+            if not self._ending.committed:
+                self._cancel("another process has taken this session over", "interrupted")
+
+    def abandon(self, activation_id: str) -> None:
+        """The session leaves with this run still queued: whoever waits here must ask elsewhere."""
+        self.clocks.stop()
+        gone = NotFound(f"activation {activation_id} is not in this process", activation_id=activation_id)
+        if not self.settled.done():
+            self.settled.set_exception(gone)
+        self.events.abandon(gone)
 
     def _events_failed(self, error: RetinueError) -> None:
         if isinstance(error, LeaseLost):
             self.fence()
         else:
-            self.cancel(error.message, error.code)
+            self._cancel(error.message, error.code)
 
     # --- life ---------------------------------------------------------------------------------------------
 
     async def execute(self) -> None:
         """Live from acceptance to the terminal event. Ends in exactly one result, whatever happens."""
+        self.queue_position = None
         try:
-            self._arm_deadline()
             ending = await self._drive()
         except Exception as error:  # a defect of ours must not leave callers waiting
-            ending = _Ending("failed", reason=Reason.of(error), partial=True)
+            ending = Ending("failed", reason=Reason.of(error), partial=True)
         self.tree.stop("the run ended")
         await self.tree.settled()
         self.tree.close()
         try:
-            result = await self._confirm(await self._commit(ending))
+            result = await self._ending.commit(ending)
+            await self._release()
+            result = await self._ending.confirm(result)
         except Exception as error:
             await self.events.pause()
-            ending = _Ending("failed", reason=Reason.of(error), partial=True)
-            result = self._result(ending, self.events.next_number)
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self.events.terminal(self._terminal_body(result))
+            result = self._ending.result(Ending("failed", reason=Reason.of(error), partial=True))
+        self.clocks.stop()
+        self.events.terminal(self._ending.terminal_body(result))
         self.settled.set_result(result)
 
-    def _arm_deadline(self) -> None:
-        if self.start.deadline is None:
-            return
-        left = self.start.deadline - self._environment.wall_clock()
-        if left <= 0:
-            self.cancel("the deadline has passed", "deadline_exceeded")
-            return
-        loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(min(left, MAX_TIMER), self._arm_deadline)
-
-    async def _drive(self) -> _Ending:
+    async def _drive(self) -> Ending:
+        self.clocks.watch_deadline()
         if self._cancelled is not None:
-            status = _cancel_status(self._cancelled)
-            return _Ending(status, reason=self._cancelled, partial=True, entered=False)
-        self.events.emit(RunStarted(self.config.driver.id))
+            status = status_of_cancel(self._cancelled)
+            return Ending(status, reason=self._cancelled, partial=True, entered=False)
+        self.clocks.work()
         try:
             self._execution = self._environment.launch_root(self)
         except RetinueError as error:
-            return _Ending("failed", reason=Reason.of(error), partial=True)
-        return self._ending(await self._execution.wait())
+            return Ending("failed", reason=Reason.of(error), partial=True)
+        return Ending.of(await self._execution.wait(), self._cancelled)
 
-    def _ending(self, finished: Finished) -> _Ending:
-        if self._cancelled is not None or finished.cancelled:
-            reason = self._cancelled or Reason("cancelled", "the driver was cancelled")
-            return _Ending(_cancel_status(reason), reason=reason, partial=True, state=finished.state)
-        if finished.error is not None:
-            reason = Reason(str(finished.error["code"]), str(finished.error["message"]))
-            status: Status = "stopped" if reason.code == "budget_exhausted" else "failed"
-            return _Ending(status, reason=reason, partial=True, state=finished.state)
-        output = decode_output(finished.output or b"")
-        return _Ending(output.status, output=output, reason=output.reason, state=finished.state)
-
-    # --- commit -------------------------------------------------------------------------------------------
-
-    async def _commit(self, ending: _Ending) -> RunResult:
-        """Store the delta and the outcome in one transaction; what cannot be stored is not reported done."""
-        await self.events.room()
-        session = self.session
-        result, artifacts = self._bounded(self._result(ending, self.events.next_number))
-        if self.fenced:
-            return result
-        if not ending.entered:
-            await self._store_outcome(result, artifacts)
-            return result
-        messages = _closed(self.tree.canonical)
-        replayable = session.replayable and not ending.partial
-        events = self.events.unstored
-        commit = CommitSession(
-            lease=session.lease,
-            commit_id=self.run_id,
-            base_revision=session.revision,
-            messages=messages,
-            conversations={key: _closed(value) for key, value in self.tree.conversations.items()},
-            state=ending.state,
-            replayable=replayable,
-            events=events,
-            artifacts=artifacts,
-            outcome=self._outcome(result),
-        )
-        self.hops += 1
-        try:
-            revision = await until_stored(lambda: session.store.commit(commit))
-        except Exception as error:
-            return await self._commit_failed(ending, error)
-        self._committed = True
-        self.events.stored(events)
-        session.committed(revision, messages, ending.state, replayable)
-        return result
-
-    async def _commit_failed(self, ending: _Ending, error: Exception) -> RunResult:
-        if isinstance(error, LeaseLost):
-            self.fenced = True
-            error = Interrupted("another process has taken this session over")
-        if ending.partial:
-            self._diagnostics.append("partial_history_commit_failed")
-        else:
-            ending = _Ending("failed", reason=Reason.of(error), partial=True)
-        result, artifacts = self._bounded(self._result(ending, self.events.next_number))
-        if not self.fenced and not isinstance(error, StoreUnavailable):
-            await self._store_outcome(result, artifacts)
-        return result
-
-    async def _confirm(self, result: RunResult) -> RunResult:
-        """Let a cancellation that came while the outcome was being stored win, and store that first.
-
-        Nothing is awaited between the last look and the terminal event.
-        """
-        while True:
-            await self.events.pause()
-            cancelled = self._cancelled
-            if cancelled is not None and not _says(result, cancelled):
-                result = msgspec.structs.replace(result, status=_cancel_status(cancelled), reason=cancelled)
-            elif result.final_cursor == self.events.next_number:
-                return result
-            await self.events.room()
-            result, artifacts = self._bounded(
-                msgspec.structs.replace(result, final_cursor=self.events.next_number)
-            )
-            if not self.fenced:
-                await self._store_outcome(result, artifacts)
-
-    async def _store_outcome(self, result: RunResult, artifacts: Sequence[StoredArtifact]) -> None:
-        events = self.events.unstored
-        finish = FinishRun(
-            lease=self.session.lease, outcome=self._outcome(result), events=events, artifacts=artifacts
-        )
-        self.hops += 1
-        try:
-            await until_stored(lambda: self.session.store.finish_run(finish))
-        except Exception as error:
-            self.fenced = self.fenced or isinstance(error, LeaseLost)
-            return
-        self._committed = True
-        self.events.stored(events)
-
-    def _outcome(self, result: RunResult) -> RunOutcome:
-        return RunOutcome(
-            run_id=self.run_id, outcome=self._terminal_body(result), final_cursor=result.final_cursor
-        )
-
-    def _terminal_body(self, result: RunResult) -> bytes:
-        """The terminal event, encoded once for the store and for readers."""
-        if self._terminal is None or self._terminal[0] != result:
-            self._terminal = (result, self.events.encode_terminal(result))
-        return self._terminal[1]
-
-    def _result(self, ending: _Ending, final_cursor: int) -> RunResult:
-        output = ending.output
-        ledger = self.tree.ledger
-        usage = ledger.usage
-        if ledger.model_calls_started == 0 and output is not None and output.usage is not None:
-            usage = output.usage
-        reason = ending.reason
-        if reason is not None:
-            reason = Reason(escape_surrogates(reason.code), escape_surrogates(reason.message))
-        return RunResult(
-            status=ending.status,
-            text=output.text if output else "",
-            structured=output.structured if output else None,
-            reason=reason,
-            usage=usage,
-            budget=ledger.snapshot(),
-            artifacts=tuple(output.artifacts) if output else (),
-            run_id=self.run_id,
-            session_id=self.start.session_id,
-            final_cursor=final_cursor,
-            cleanup_diagnostics=tuple(self._diagnostics),
-        )
-
-    def _bounded(self, result: RunResult) -> tuple[RunResult, Sequence[StoredArtifact]]:
-        """The result as an event can carry it, and the whole one as an artifact where it is cut."""
-        whole = encode_result(result)
-        if len(whole) <= MAX_RESULT_BYTES:
-            return result, ()
-        artifact_id = f"{self.run_id}:result"
-        artifact = StoredArtifact(artifact_id=artifact_id, mime_type="application/json", data=whole)
-        return result.shortened(artifact_id), (artifact,)
+    async def _release(self) -> None:
+        if self._execution is not None:
+            self._ending.add_diagnostics(await self._execution.release())
 
     def _room(self) -> Awaitable[None] | None:
         """``None`` while participants may be answered: the event log takes more, and the lease stands."""
@@ -407,25 +327,6 @@ class Run:
         )
 
 
-_LOST_CODES = ("interrupted", "store_unavailable")
-
-
-def _cancel_status(reason: Reason) -> Status:
-    """A run that loses its session or its store is cancelled like any other, and has failed."""
-    return "failed" if reason.code in _LOST_CODES else "cancelled"
-
-
-def _says(result: RunResult, cancelled: Reason) -> bool:
-    return (
-        result.status == _cancel_status(cancelled)
-        and result.reason is not None
-        and result.reason.code == cancelled.code
-    )
-
-
-def _closed(messages: Sequence[bytes]) -> list[bytes]:
-    """The messages with a stated result for each call that they leave open."""
-    if not any(b'"tool_calls"' in body for body in messages):
-        return list(messages)
-    missing = close_open_calls([decode_message(body) for body in messages], "the run ended before it")
-    return [*messages, *(encode_message(message) for message in missing)]
+def _seen(settled: asyncio.Future[RunResult]) -> None:
+    if not settled.cancelled():
+        settled.exception()

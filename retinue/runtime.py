@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args
 
-from retinue.apps import AppSpec, app_by_name, app_by_value
+from retinue.apps import AppSpec, Isolation, app_by_name, app_by_value, check_isolation
 from retinue.backend import Backend
-from retinue.budgets import Budgets
-from retinue.config import EstimateInputTokens, ModelBinding, RuntimeConfig
-from retinue.drivers import ExecutionDriver, RunMode
+from retinue.config import ConfigMembers, RuntimeConfig
+from retinue.drivers import RunMode
 from retinue.errors import InputError, NotShippable, Unsupported, ValidationFailed
-from retinue.event_log import DEFAULT_CAPACITY
 from retinue.grants import Grants
 from retinue.handles import RunHandle
 from retinue.ids import Identity, check_id, check_identity, new_id
 from retinue.loop import awaited, blocking, on_client_loop
-from retinue.messages import Content, Message, check_content
-from retinue.models import ModelClient
-from retinue.protocol import StartRun
+from retinue.messages import Content, check_content
+from retinue.protocol import IfBusy, StartRun
 from retinue.results import RunResult
-from retinue.sessions import SessionSnapshot, decode_session
+from retinue.runtime_resources import Resources
+from retinue.runtime_sessions import Sessions
 from retinue.store import Guarantees, StoredArtifact, StoreEngine
-from retinue.tools import Tool
 
 if TYPE_CHECKING:
     from retinue.inprocess import InProcessBackend
@@ -37,9 +33,12 @@ class Runtime:
 
     Args:
         app: a :class:`RuntimeConfig`, or ``"module:factory"`` naming a function that returns one in each
-            process that needs it. Or give the members of the configuration as keywords.
-        driver, grants, budgets, tools, models, event_capacity, estimate_input_tokens, name: see
-            :class:`RuntimeConfig`.
+            process that needs it. Or give the members of the configuration as keywords (``driver``,
+            ``grants``, ``budgets``, ...): see :class:`RuntimeConfig`.
+        isolation: on Ray, ``"dedicated"``: every session has an actor, and so a process, of its own.
+            ``"shared"``: up to 256 sessions live in one actor, for services with many conversations. It is
+            part of what the app is: a session does not live in both kinds at once. In-process all sessions
+            share the process.
         store: URL of the store: ``sqlite:///relative.db``, ``sqlite:////absolute.db`` or ``memory:``. By
             default a SQLite file under RETINUE_HOME on Ray, and memory in-process. In-process it may be an
             engine too, which stays open when the runtime is closed.
@@ -57,47 +56,35 @@ class Runtime:
         self,
         app: RuntimeConfig | str | None = None,
         *,
-        driver: ExecutionDriver | None = None,
-        grants: Grants | None = None,
-        budgets: Budgets | None = None,
-        tools: Sequence[Tool] = (),
-        models: Mapping[str, ModelBinding | ModelClient] | None = None,
-        event_capacity: int = DEFAULT_CAPACITY,
-        estimate_input_tokens: EstimateInputTokens | None = None,
-        name: str = "",
+        isolation: Isolation = "dedicated",
         store: str | StoreEngine | None = None,
         backend: Literal["ray", "inprocess"] = "ray",
         address: str | None = None,
+        **members: Unpack[ConfigMembers],
     ) -> None:
         if app is None:
-            app = RuntimeConfig(
-                driver=driver,  # type: ignore[arg-type]  # checked by RuntimeConfig, with a clear error
-                grants=Grants() if grants is None else grants,
-                budgets=Budgets() if budgets is None else budgets,
-                tools=tools,
-                models={} if models is None else models,
-                event_capacity=event_capacity,
-                estimate_input_tokens=estimate_input_tokens,
-                name=name,
+            members.setdefault("driver", None)  # type: ignore[typeddict-item]  # RuntimeConfig says what is missing
+            app = RuntimeConfig(**members)
+        elif members:
+            raise ValidationFailed(
+                f"give either an app or its members as keywords ({', '.join(members)}), not both", path="app"
             )
-        elif any((driver, grants, budgets, tools, models, estimate_input_tokens, name)) or (
-            event_capacity != DEFAULT_CAPACITY
-        ):
-            raise ValidationFailed("give either an app or its members as keywords, not both", path="app")
         if not isinstance(app, RuntimeConfig | str):
             raise ValidationFailed(
                 f"app must be a RuntimeConfig or 'module:factory', not {type(app).__name__}", path="app"
             )
+        check_isolation(isolation)
         self._config = app if isinstance(app, RuntimeConfig) else None
         """The configuration, where it is loaded in this process."""
         self._backend: Backend
         if backend == "inprocess":
-            self._backend = _inprocess_backend(app, store)
+            self._backend = _inprocess_backend(app, isolation, store)
         elif backend == "ray":
-            self._backend = _ray_backend(_app_spec(app), store, address)
+            self._backend = _ray_backend(_app_spec(app, isolation), store, address)
         else:
             raise Unsupported(f"backend {backend!r} is not 'ray' or 'inprocess'", operation="backend")
         self.sessions = Sessions(self._backend)
+        self.resources = Resources(self._backend)
 
     # --- runs ---------------------------------------------------------------------------------------------
 
@@ -113,6 +100,7 @@ class Runtime:
         run_mode: RunMode = "execute",
         parent_run_id: str | None = None,
         root_run_id: str | None = None,
+        if_busy: IfBusy = "reject",
     ) -> RunHandle:
         """Start a run and return its handle at once, from a script, a notebook or a coroutine alike.
 
@@ -125,6 +113,10 @@ class Runtime:
             deadline: epoch seconds, or an aware datetime, at which the run is cancelled.
             run_mode: ``execute`` or ``plan``.
             parent_run_id, root_run_id: labels for the caller's own records, on every event.
+            if_busy: what happens where another run has the session. ``reject``: this one is refused with
+                ``session_conflict``. ``queue``: it waits its turn; the queue has a bound. ``steer``: its
+                input steers the run that is there, and the handle follows that run: read ``handle.run_id``
+                after ``accepted()``. ``cancel``: that run is cancelled, and this one is next.
 
         Raises:
             InputError: an argument is wrong. What only the host can know (a conflict, a full cluster) comes
@@ -143,8 +135,13 @@ class Runtime:
             raise InputError(f"run_mode is 'execute' or 'plan', not {run_mode!r}", field="run_mode")
         if grants is not None and not isinstance(grants, Grants):
             raise InputError(f"grants must be a retinue.Grants, not {type(grants).__name__}", field="grants")
+        if if_busy not in get_args(IfBusy):
+            raise InputError(
+                f"if_busy is one of {', '.join(get_args(IfBusy))}, not {if_busy!r:.80}", field="if_busy"
+            )
         if self._config is not None:
             self._config.grants.narrowed(grants)
+            self._config.check_clocks()
         start = StartRun(
             run_id=run_id,
             identity=identity,
@@ -155,6 +152,7 @@ class Runtime:
             run_mode=run_mode,
             parent_run_id=parent_run_id,
             root_run_id=root_run_id,
+            if_busy=if_busy,
         )
         return RunHandle(self._backend, run_id=run_id, identity=identity, session_id=session_id, start=start)
 
@@ -167,6 +165,37 @@ class Runtime:
     ) -> RunResult:
         """The blocking twin of :meth:`run`."""
         return self.start(input, identity=identity, session_id=session_id, **options).wait()
+
+    async def regenerate(
+        self,
+        *,
+        identity: Identity,
+        session_id: str,
+        turn: int = -1,
+        input: Content | None = None,
+        new_session_id: str | None = None,
+        **options: Any,
+    ) -> RunHandle:
+        """Go on from an earlier turn in another way: a fork that ends before it, and a run in the fork.
+
+        The session itself stays as it is; ``handle.session_id`` is the branch, with a revision of its own.
+
+        Args:
+            turn: the turn to replace, counted from 0; a negative number counts from the end.
+            input: what is said in its place; the same as before when left out.
+            new_session_id: of the branch; made up when left out.
+            options: those of :meth:`start`.
+
+        Raises:
+            InputError: there is no such turn.
+            SessionConflict: the branch exists already.
+        """
+        forked, said = await self.sessions.fork_before_turn(
+            identity, session_id, turn, new_session_id=new_session_id
+        )
+        return self.start(
+            said if input is None else input, identity=identity, session_id=forked.session_id, **options
+        )
 
     def attach(self, run_id: str, *, identity: Identity) -> RunHandle:
         """The handle of a run that was started elsewhere, or earlier.
@@ -222,48 +251,6 @@ class Runtime:
         self.close()
 
 
-class Sessions:
-    """Sessions of a runtime: read, and seed from another system."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    async def read(self, identity: Identity, session_id: str) -> SessionSnapshot:
-        """The session, exclusively. Raises :class:`SessionConflict` while a run has it."""
-        check_identity(identity, session_id)
-
-        async def read() -> SessionSnapshot:
-            client = await self._backend.client()
-            return decode_session(await client.read(identity, session_id))
-
-        return await awaited(on_client_loop(read()))
-
-    async def latest(self, identity: Identity, session_id: str) -> SessionSnapshot:
-        """The session as last committed, without disturbing a run."""
-        check_identity(identity, session_id)
-
-        async def read() -> SessionSnapshot:
-            client = await self._backend.client()
-            return decode_session(await client.latest(identity, session_id))
-
-        return await awaited(on_client_loop(read()))
-
-    async def import_legacy(self, identity: Identity, session_id: str, messages: Sequence[Message]) -> None:
-        """Replace the session by display-only history: no state, revision 0, not replayable.
-
-        Raises:
-            SessionConflict: a run has the session.
-            InputError: tool calls and results do not pair up.
-        """
-        check_identity(identity, session_id)
-
-        async def replace() -> None:
-            client = await self._backend.client()
-            await client.import_legacy(identity, session_id, messages)
-
-        await awaited(on_client_loop(replace()))
-
-
 def _check_deadline(deadline: object) -> float | None:
     if deadline is None:
         return None
@@ -277,11 +264,13 @@ def _check_deadline(deadline: object) -> float | None:
     return float(deadline)
 
 
-def _app_spec(app: RuntimeConfig | str) -> AppSpec:
-    return app_by_name(app) if isinstance(app, str) else app_by_value(app)
+def _app_spec(app: RuntimeConfig | str, isolation: Isolation) -> AppSpec:
+    return app_by_name(app, isolation) if isinstance(app, str) else app_by_value(app, isolation)
 
 
-def _inprocess_backend(app: RuntimeConfig | str, store: str | StoreEngine | None) -> InProcessBackend:
+def _inprocess_backend(
+    app: RuntimeConfig | str, isolation: Isolation, store: str | StoreEngine | None
+) -> InProcessBackend:
     from retinue.inprocess import InProcessBackend, local_app
     from retinue.storage import open_store, this_process
 
@@ -290,7 +279,7 @@ def _inprocess_backend(app: RuntimeConfig | str, store: str | StoreEngine | None
     if not hasattr(engine, "execute"):
         raise ValidationFailed(f"store must be a URL or a store engine, not {store!r:.80}", path="store")
     holder = this_process(new_id("host"), "inprocess")
-    return InProcessBackend(engine, owns_engine=owned, holder=holder, app=local_app(app))
+    return InProcessBackend(engine, owns_engine=owned, holder=holder, app=local_app(app, isolation))
 
 
 def _ray_backend(app: AppSpec, store: str | StoreEngine | None, address: str | None) -> Backend:

@@ -12,12 +12,14 @@ import copy
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import msgspec
 
+from retinue.artifacts import check_artifact
 from retinue.budgets import Budgets, BudgetSnapshot
 from retinue.delegates import Delegate, pickle_work
+from retinue.deltas import Deltas, OrderedPort, text_size
 from retinue.drivers import ExecutionDriver, RunRequest
 from retinue.errors import (
     InputError,
@@ -25,7 +27,7 @@ from retinue.errors import (
     ValidationFailed,
     error_from_payload,
 )
-from retinue.events import MAX_DELTA, Payload, TextDelta, check_payload
+from retinue.events import MessagePhase, Payload, PublicMessage, check_payload
 from retinue.ids import check_id, new_id, session_key
 from retinue.messages import (
     Content,
@@ -37,18 +39,33 @@ from retinue.messages import (
     encode_message,
 )
 from retinue.model_calls import ModelCalls
+from retinue.model_stream import ModelStream
 from retinue.models import ModelClient, ModelResponse, ToolSchema
 from retinue.owned_work import OwnedWork
 from retinue.protocol import (
+    ArtifactRead,
+    AskInput,
     Emit,
+    GetArtifact,
+    InputReply,
     ParticipantMessage,
+    PutArtifact,
     Record,
     Rejected,
     RootReply,
     SettleModel,
     Spawn,
+    TakeInput,
+    TakenInput,
+    WithdrawInput,
 )
+from retinue.publishing import MessagePublisher, is_text_event
+from retinue.resources import Initialize, ResourceScope, RunResources, SessionResources
+from retinue.results import ArtifactReference
+from retinue.run_input import check_question
+from retinue.store import StoredArtifact
 from retinue.tool_calls import ToolCalls
+from retinue.tool_tasks import TaskRunner
 from retinue.tools import Tool, ToolResult
 
 if TYPE_CHECKING:
@@ -78,6 +95,11 @@ class RootPort(Protocol):
         """The tree's budget as last heard."""
         ...
 
+    @property
+    def steer_waits(self) -> bool:
+        """Whether live input waits for the root; never for a delegate."""
+        ...
+
 
 class ExecutionServices:
     """The services of one execution: the root driver of a run, or one delegate."""
@@ -89,9 +111,11 @@ class ExecutionServices:
         config: RuntimeConfig,
         port: RootPort,
         threads: Executor,
+        tasks: TaskRunner,
         history: Sequence[bytes] = (),
         state: bytes = b"{}",
         token_limited: bool = False,
+        session_resources: SessionResources | None = None,
     ) -> None:
         self.request = request
         self.config = config
@@ -102,14 +126,30 @@ class ExecutionServices:
         self.cancelled = False
         self.transcript: list[bytes] = []
         """Encoded messages of this execution, as recorded."""
-        self._port = port
+        self._deltas = Deltas(lambda delta: port.tell(Emit(participant=self.participant, payload=delta)))
+        self._port = OrderedPort(port, self._deltas)
         self._history = list(history)
-        self.owned = OwnedWork()
+        self.owned = OwnedWork(at_end=self._deltas.close)
         """What must be done before the execution has ended."""
+        self.resources = RunResources(session_resources)
+        """What is released after its end."""
         self._pairing = ToolPairing()
         self._call_ids = itertools.count(1)
-        self._models = ModelCalls(self, port)
-        self._tools = ToolCalls(self, port, threads)
+        self.threads = threads
+        """For code that blocks; see :func:`retinue.workers.in_thread`."""
+        self.tasks = tasks
+        """For tools with ``run_in="task"``."""
+        self.scratch: dict[str, Any] = {}
+        """What a driver keeps from one turn of this execution to the next; never stored."""
+        self.ability_tools: Sequence[Tool] = ()
+        """Tools of the abilities that were bound for this run; a delegate has none."""
+        self.prompts: Sequence[Message] = ()
+        """System messages of those abilities, before everything else of each task model request."""
+        self._taken: list[TakenInput] = []
+        """A steer that was there when the driver wanted to finish, for its next look."""
+        self._models = ModelCalls(self, self._port)
+        self._publisher = MessagePublisher(self, self._deltas)
+        self._tools = ToolCalls(self, self._port)
 
     # --- data ---------------------------------------------------------------------------------------------
 
@@ -146,6 +186,7 @@ class ExecutionServices:
         max_tokens: int | None = None,
         temperature: float | None = None,
         role: str = "main",
+        publish: bool = False,
     ) -> ModelResponse:
         """One task model call, admitted by the ledger first.
 
@@ -156,6 +197,7 @@ class ExecutionServices:
             max_tokens: output tokens wanted at most; the ledger may grant fewer.
             temperature: passed to the provider as it is.
             role: a granted model role.
+            publish: publish the answer, as :meth:`publish_response` does.
 
         Raises:
             BudgetExhausted: the ledger refused; nothing was sent.
@@ -163,9 +205,55 @@ class ExecutionServices:
             Unsupported: ``max_tokens`` is not a positive integer.
             ModelFailed: the provider failed, or reported impossible usage.
         """
-        return await self.run_owned(
-            self._models.task(provider, messages, tools, max_tokens, temperature, role)
-        )
+        call = self._models.plan(provider, messages, tools, max_tokens, temperature, role)
+        response = await self.run_owned(self._models.task(call))
+        if publish:
+            await self.publish_response(response)
+        return response
+
+    def stream_model(
+        self,
+        provider: ModelClient,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSchema] = (),
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        role: str = "main",
+        publish: bool = False,
+    ) -> ModelStream:
+        """One task model call whose answer comes piece by piece: see :class:`retinue.ModelStream`.
+
+        Takes what :meth:`model` takes. Admission, settlement and errors are the same, and come when the
+        stream is iterated. A client that cannot stream is asked for the whole, which comes in few pieces.
+
+        Args:
+            publish: publish the answer's public messages as they come.
+        """
+        call = self._models.plan(provider, messages, tools, max_tokens, temperature, role)
+        return self._models.stream(call, self._publisher if publish else None)
+
+    async def publish_response(self, response: ModelResponse) -> list[PublicMessage]:
+        """Publish what an answer has for people, as ``message.*`` events.
+
+        A delegate's messages become events only under ``RuntimeConfig(child_text=True)``.
+
+        Returns:
+            The messages, each with its phase: items as their provider gave them, else the text as one.
+        """
+        return await self._publisher.response(response)
+
+    async def publish_message(self, text: str, phase: MessagePhase = "final") -> PublicMessage:
+        """Publish a message of the driver's own.
+
+        Args:
+            text: what people see; not empty.
+            phase: ``commentary``, ``final`` or ``reasoning_summary``.
+
+        Raises:
+            InputError: another phase, or a text that cannot be sent.
+        """
+        return await self._publisher.message(text, phase)
 
     async def control_model(
         self,
@@ -188,8 +276,8 @@ class ExecutionServices:
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """The tools of the app."""
-        return self.config.tools
+        """The tools of the app, and of its abilities."""
+        return (*self.config.tools, *self.ability_tools)
 
     async def dispatch(self, call: ToolCall, *, tools: Sequence[Tool] = ()) -> ToolResult:
         """Run one tool through the gate. Always a result: errors and denials are results too.
@@ -265,6 +353,132 @@ class ExecutionServices:
         await self.ask(spawn)
         child.follow(self.run_owned(child.wait()))
 
+    # --- live input ---------------------------------------------------------------------------------------
+
+    async def take_input(self) -> Content | None:
+        """The oldest steer that waits, applied with that; ``None`` when none does, and in delegates.
+
+        A driver that declares the control ``steer`` calls this at boundaries where new instructions fit.
+        """
+        if not self._is_root or not (self._taken or self._port.steer_waits):
+            return None
+        return (await self._take(TakeInput())).input
+
+    async def finish_input(self) -> bool:
+        """Close steering at the end of the work; false when a steer waits: take it and go on.
+
+        Steering opens again with the next turn.
+        """
+        if not self._is_root:
+            return True
+        taken = await self._take(TakeInput(close=True))
+        if taken.input_id is None:
+            return True
+        self._taken.append(taken)
+        return False
+
+    async def _take(self, message: TakeInput) -> TakenInput:
+        if self._taken:
+            return self._taken.pop()
+        reply = await self.ask(message)
+        assert isinstance(reply, TakenInput)
+        return reply
+
+    async def request_input(
+        self, question: str, *, choices: Sequence[str] | None = None, timeout: float | None = None
+    ) -> InputReply:
+        """Ask whoever follows the run, and wait for ``handle.reply(request_id, ...)``.
+
+        The run is ``awaiting_input`` meanwhile: its active clock stands still and no model call may start;
+        what runs already goes on.
+
+        Args:
+            question: text, not blank.
+            choices: 1 to 100 suggestions, shown to whoever answers; the answer may be something else.
+            timeout: seconds, instead of the runtime's ``input_timeout``; then the run is cancelled.
+
+        Returns:
+            ``request_id`` and ``input``, the answer's content.
+
+        Raises:
+            InputError: ``invalid_input``, or ``input_pending`` while another question waits.
+        """
+        text, checked, seconds = check_question(question, choices, timeout)
+        asked = AskInput(participant=self.participant, question=text, choices=checked, timeout=seconds)
+        return await self.run_owned(self._request_input(asked))
+
+    async def _request_input(self, message: AskInput) -> InputReply:
+        try:
+            reply = await self.ask(message)
+        except asyncio.CancelledError:
+            self._port.tell(WithdrawInput(participant=self.participant))
+            raise
+        assert isinstance(reply, InputReply)
+        return reply
+
+    # --- resources and artifacts --------------------------------------------------------------------------
+
+    async def resource(self, id: str, scope: ResourceScope, initialize: Initialize[T]) -> T:
+        """The value of a resource, which the runtime closes when its time is over (contract section 2).
+
+        Args:
+            id: names it; in the scope ``session`` whoever gives the same id shares it.
+            scope: ``run``: made here and now, disposed of after the run. ``session``: made once, kept for
+                later runs until ``runtime.resources.close_session(...)``. ``host``: made here and now, never
+                disposed of; its ownership must be ``host``.
+            initialize: function that gives a :class:`retinue.Resource`, on the user loop; awaited if it is a
+                coroutine function.
+
+        Raises:
+            InputError: a bad argument, or no ``Resource``.
+            Unsupported: scope ``session`` in a delegate.
+            Exception: what ``initialize`` raised; nothing is kept then.
+        """
+        self.owned.check_running()
+        if self.cancelled:
+            raise asyncio.CancelledError("the run is being cancelled")
+        return cast(T, await self.run_owned(self.resources.acquire(id, scope, initialize)))
+
+    async def put_artifact(
+        self, data: bytes | str, *, mime_type: str = "text/plain", artifact_id: str | None = None
+    ) -> ArtifactReference:
+        """Keep something beside the session at once, whatever becomes of the run.
+
+        Args:
+            data: at most 16 MiB; text is kept as UTF-8.
+            mime_type: what it is.
+            artifact_id: unique in the session; made up when left out.
+
+        Raises:
+            InputError: it cannot be kept, or the id already names something else.
+        """
+        artifact = check_artifact(data, mime_type, artifact_id)
+        return await self.run_owned(self._put_artifact(artifact, chosen=artifact_id is not None))
+
+    async def _put_artifact(self, artifact: StoredArtifact, *, chosen: bool) -> ArtifactReference:
+        await self.ask(PutArtifact(participant=self.participant, artifact=artifact))
+        # What stands is left alone, so that a repeat is harmless; whoever chose the id must hear of it.
+        if chosen and await self._get_artifact(artifact.artifact_id) != artifact:
+            raise InputError(
+                f"artifact {artifact.artifact_id!r} exists and holds something else; give another id",
+                field="artifact_id",
+            )
+        return ArtifactReference(artifact.artifact_id, artifact.mime_type)
+
+    async def get_artifact(self, artifact_id: str) -> StoredArtifact | None:
+        """An artifact of this session, also of an earlier run; ``None`` where there is none.
+
+        Raises:
+            InputError: the id is no id.
+        """
+        check_id("artifact_id", artifact_id)
+        return await self.run_owned(self._get_artifact(artifact_id))
+
+    async def _get_artifact(self, artifact_id: str) -> StoredArtifact | None:
+        reply = await self.ask(GetArtifact(participant=self.participant, artifact_id=artifact_id))
+        assert isinstance(reply, ArtifactRead)
+        return reply.artifact
+
     # --- history, events, owned work ----------------------------------------------------------------------
 
     def append(self, messages: Sequence[Message]) -> None:
@@ -315,14 +529,28 @@ class ExecutionServices:
         Raises:
             InputError: not a payload, too large, or of a type that only the runtime emits.
         """
-        self.tell(Emit(participant=self.participant, payload=check_payload(payload)))
+        checked = check_payload(payload)
+        if self.speaks or not is_text_event(checked):
+            self.tell(Emit(participant=self.participant, payload=checked))
+
+    @property
+    def speaks(self) -> bool:
+        """Whether text and messages of this execution are events: a delegate's stay inside by default."""
+        return self._is_root or self.config.child_text
 
     def emit_text(self, text: str) -> None:
-        """Add ``text.delta`` events, of at most 8,192 characters each; a delegate's text stays inside."""
-        if not self._is_root:
-            return
-        for start in range(0, len(text), MAX_DELTA):
-            self.emit(TextDelta(text[start : start + MAX_DELTA]))
+        """Add text to the ``text.delta`` events, of at most 8,192 characters each.
+
+        The first piece is sent at once; those that follow within 25 ms are sent together, or as soon as
+        they are 2 kB. A delegate's text stays inside unless ``RuntimeConfig.child_text`` says otherwise.
+
+        Raises:
+            InputError: no string, or one that UTF-8 cannot carry.
+        """
+        self.owned.check_running()
+        text_size(text)
+        if self.speaks:
+            self._deltas.add(text)
 
     def run_owned(self, work: Awaitable[T]) -> asyncio.Task[T]:
         """Register work that the run must wait for; what it raises after the driver returned fails the run.

@@ -1,7 +1,8 @@
 """One session as it lives in a process: a single writer over its stored conversation.
 
 An activation holds the store lease while it is resident; its run slot is what makes runs and exclusive
-reads of the session conflict (contract section 1). Everything here happens on the control loop.
+reads of the session conflict (contract section 1). Who comes while the slot is taken is refused, waits in
+the queue, steers the run or ends it, as its start says. Everything here happens on the control loop.
 """
 
 from __future__ import annotations
@@ -11,53 +12,36 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from retinue.config import RuntimeConfig
 from retinue.errors import InputError, LeaseLost, NotFound, RetinueError, SessionConflict, StoreUnavailable
+from retinue.hooks import DeactivationReason
 from retinue.ids import SessionAddress
 from retinue.lease_watch import LeaseWatch
-from retinue.messages import Message, check_structure, close_open_calls, decode_message, encode_message
-from retinue.protocol import EventPageReply, RunStatus, Settled, StartRun
+from retinue.protocol import (
+    EventPageReply,
+    Receipt,
+    ReplyInput,
+    RunStatus,
+    SendInput,
+    Settled,
+    StartRun,
+)
+from retinue.resources import SessionResources
+from retinue.run_queue import QueuedRun, RunQueue
 from retinue.runs import Run, RunEnvironment
-from retinue.store import Lease, LeaseGrant, RunRecord, Store, StoredSession
-from retinue.store_wait import STORE_WAIT
+from retinue.store import Lease, LeaseGrant, RunRecord, Store
+from retinue.store_wait import STORE_WAIT, until_stored
 
 T = TypeVar("T")
 
 FINISHED_RUNS = 8
 """Finished runs that stay readable from memory; older ones are read from the store."""
 TOMBSTONES = 256
-"""Cancellations remembered that overtook their start."""
-
-DeactivationReason = Literal[
-    "idle", "memory_pressure", "migrating", "duplicate", "shutting_down", "application"
-]
-
-
-class SessionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A copy of a session (contract section 1)."""
-
-    history: Sequence[Message] = ()
-    conversations: dict[str, Sequence[Message]] = msgspec.field(default_factory=dict)
-    state: dict[str, Any] = msgspec.field(default_factory=dict)
-    revision: int = 0
-    replayable: bool = True
-
-
-def decode_session(stored: StoredSession) -> SessionSnapshot:
-    """A stored session as people read it."""
-    return SessionSnapshot(
-        history=[decode_message(body) for body in stored.messages],
-        conversations={
-            key: [decode_message(body) for body in bodies] for key, bodies in stored.conversations.items()
-        },
-        state=msgspec.json.decode(stored.state),
-        revision=stored.revision,
-        replayable=stored.replayable,
-    )
+"""Cancellations remembered that overtook their start, and starts that became steers."""
 
 
 class Session:
@@ -65,8 +49,9 @@ class Session:
 
     Args:
         activation_id: changes with every activation; messages for another one are refused.
-        grant: the lease, and the session as stored. Runs that it shows as open must have been ended.
-        app: what the records name as the app.
+        grant: the lease, and the session as stored. Runs that it shows as open are queued ones that this app
+            can take up; all others must have been ended.
+        app, app_digest: what the records name as the app.
         watch: knows when the lease was renewed last.
     """
 
@@ -79,6 +64,7 @@ class Session:
         config: RuntimeConfig,
         environment: RunEnvironment,
         app: str,
+        app_digest: str = "",
         watch: LeaseWatch | None = None,
     ) -> None:
         self.activation_id = activation_id
@@ -90,21 +76,31 @@ class Session:
         self.history = list(grant.session.messages)
         self.state = grant.session.state
         self.closing: DeactivationReason | None = None
+        self.on_leaving: Callable[[DeactivationReason], Awaitable[None]] | None = None
+        """Called on the way out: nothing runs any more, and the lease is still held."""
         self.runs_started = 0
+        self.resources = SessionResources()
         self._config = config
         self._environment = environment
         self._app = app
+        self._app_digest = app_digest
         self._slot: str | None = None
         """Id of the run that has the session, or what else does."""
         self._free = asyncio.Event()
         """Nothing has the slot."""
+        self._free.set()
+        self._free_since = time.monotonic()
         self._leaving: asyncio.Task[None] | None = None
         self._running: Run | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._queue = RunQueue()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._runs: OrderedDict[str, Run] = OrderedDict()
         self._accepting: dict[str, asyncio.Future[RunStatus]] = {}
         self._cancelled_ahead: OrderedDict[str, str] = OrderedDict()
+        self._steered: OrderedDict[str, str] = OrderedDict()
+        """Runs that took the input of a start, by the start's run id."""
         self._fenced = False
+        self._take_up(grant.open_runs)
 
     @property
     def address(self) -> SessionAddress:
@@ -112,15 +108,38 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        return self._slot is not None
+        return self._slot is not None or len(self._queue) > 0
 
-    # --- runs ---------------------------------------------------------------------------------------------
+    @property
+    def in_use_by(self) -> str | None:
+        """Id of the run that has it, or in words what else does."""
+        return self._slot
+
+    @property
+    def idle_since(self) -> float | None:
+        """When it last had something to do, on the monotonic clock; ``None`` while it must stay in memory:
+        it is busy, or holds a resource that is in use or has no idle limit."""
+        if self.busy or self._accepting:
+            return None
+        if self.resources.held == 0:
+            return self._free_since
+        limit, unused_since = self._config.resource_idle_limit, self.resources.idle_since
+        if limit is None or unused_since is None or time.monotonic() - unused_since < limit:
+            return None
+        return max(self._free_since, unused_since)
+
+    # --- starting -----------------------------------------------------------------------------------------
 
     async def start(self, start: StartRun) -> RunStatus:
         """Accept a run: take the slot, store its record, begin. A repeat gives the first answer.
 
+        Where another run has the session, ``start.if_busy`` says what happens. With ``steer`` the status is
+        that of the run which took the input.
+
         Raises:
             SessionConflict: another run has the session; ``run_id`` names it.
+            Overloaded: the queue is full, or the run takes no more input.
+            Unsupported: the driver cannot be steered.
             LeaseLost: another process has the session; this activation is over.
             StoreUnavailable: nobody knows whether the record was stored; nothing was started.
         """
@@ -128,27 +147,49 @@ class Session:
             return self._runs[start.run_id].status()
         if start.run_id in self._accepting:
             return await asyncio.shield(self._accepting[start.run_id])
-        self._take_slot(start.run_id)
+        if start.run_id in self._steered:
+            return self._steered_run(self._steered[start.run_id]).status()
+        self.check_open()
+        if self.busy and start.if_busy == "steer":
+            return await self._steer(start)
+        queued = self.busy and start.if_busy in ("queue", "cancel")
+        if queued:
+            self._queue.check_room(self._slot)
+        else:
+            self._take_slot(start.run_id)
+        return await self._accept(start, queued=queued)
+
+    async def _accept(self, start: StartRun, *, queued: bool) -> RunStatus:
         accepting: asyncio.Future[RunStatus] = asyncio.get_running_loop().create_future()
         accepting.add_done_callback(_seen)
         self._accepting[start.run_id] = accepting
         try:
-            run = Run(start, self, self._config, self._environment)
-            await self._record(run)
+            run = self._make(start, queued=queued)
+            await self._record(run, queued=queued)
         except BaseException as error:
-            self._free_slot()
+            if not queued:
+                self._free_slot()
             accepting.set_exception(error if isinstance(error, Exception) else RetinueError("interrupted"))
             self._check_fenced(error)
             raise
         finally:
             del self._accepting[start.run_id]
-        self._begin(run)
+        if queued:
+            self._enqueue(run, first=start.if_busy == "cancel")
+        else:
+            self._begin(run)
         status = run.status()
         accepting.set_result(status)
         return status
 
-    async def _record(self, run: Run) -> None:
+    def _make(self, start: StartRun, *, queued: bool) -> Run:
+        return Run(
+            start, self, self._config, self._environment, queued=queued, session_resources=self.resources
+        )
+
+    async def _record(self, run: Run, *, queued: bool) -> None:
         start = run.start
+        what = QueuedRun(start=start, app_digest=self._app_digest)
         record = RunRecord(
             tenant_id=start.identity.tenant_id,
             user_id=start.identity.user_id,
@@ -159,6 +200,8 @@ class Session:
             app=self._app,
             input=msgspec.json.encode(start.input),
             created_at=time.time(),
+            queued=queued,
+            start=msgspec.json.encode(what) if queued else b"",
         )
         run.hops += 1
         stored = await self.store.open_run(self.lease, record)
@@ -169,41 +212,131 @@ class Session:
 
     def _begin(self, run: Run) -> None:
         self.runs_started += 1
-        self._runs[run.run_id] = run
-        while len(self._runs) > FINISHED_RUNS + 1:
-            self._runs.popitem(last=False)
+        self._remember(run)
         self._running = run
+        run.on_cancel = None
         if (reason := self._cancelled_ahead.pop(run.run_id, None)) is not None:
             run.cancel(reason)
         elif self.closing is not None:
             run.cancel(f"the session is being closed ({self.closing})")
-        self._task = asyncio.ensure_future(self._execute(run))
+        self._background(self._execute(run))
+
+    def _remember(self, run: Run) -> None:
+        self._runs[run.run_id] = run
+        finished = [run_id for run_id, known in self._runs.items() if known.settled.done()]
+        for run_id in finished[: max(0, len(finished) - FINISHED_RUNS)]:
+            del self._runs[run_id]
 
     async def _execute(self, run: Run) -> None:
         try:
             await run.execute()
         finally:
             self._running = None
-            self._free_slot()
             if run.fenced:
                 self._fenced = True
+            self._free_slot()
 
-    def _take_slot(self, holder: str) -> None:
+    def _background(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- overlap ------------------------------------------------------------------------------------------
+
+    async def _steer(self, start: StartRun) -> RunStatus:
+        """Give the input to the run that has the session."""
+        assert self._slot is not None or len(self._queue) > 0
+        if self._slot in self._accepting:
+            await asyncio.shield(self._accepting[self._slot])
+        run = self._running
+        if run is None:
+            raise self._conflict()
+        run.send(SendInput(run_id=run.run_id, input_id=start.run_id, input=start.input, mode="steer"))
+        self._steered[start.run_id] = run.run_id
+        if len(self._steered) > TOMBSTONES:
+            self._steered.popitem(last=False)
+        return run.status()
+
+    def _steered_run(self, run_id: str) -> Run:
+        run = self._runs.get(run_id)
+        if run is None:
+            raise InputError(
+                f"run {run_id}, which took this input, has ended", code="run_finished", run_id=run_id
+            )
+        return run
+
+    def _enqueue(self, run: Run, *, first: bool) -> None:
+        """The record is stored; the run waits for the slot, which may be free by now."""
+        self._remember(run)
+        self._queue.add(run, first=first)
+        run.on_cancel = lambda: self._cancelled_in_queue(run)
+        run.clocks.watch_deadline()
+        if (reason := self._cancelled_ahead.pop(run.run_id, None)) is not None:
+            run.cancel(reason)
+        elif first and self._slot is not None and (self._slot in self._runs or self._slot in self._accepting):
+            self.cancel(self._slot, f"run {run.run_id} takes its place")
+        if self._slot is None:
+            self._next()
+
+    def _cancelled_in_queue(self, run: Run) -> None:
+        """It ends at once, without the slot: it never entered, so it changes nothing of the session."""
+        if self._queue.remove(run):
+            self._background(run.execute())
+
+    def _next(self) -> None:
+        """The slot is free: the first of the queue takes it."""
+        if self._fenced or self.closing is not None:
+            return
+        run = self._queue.take()
+        if run is not None:
+            self._slot = run.run_id
+            self._free.clear()
+            self._background(self._begin_queued(run))
+
+    async def _begin_queued(self, run: Run) -> None:
+        try:
+            await until_stored(lambda: self.store.begin_run(self.lease, run.run_id))
+        except RetinueError as error:
+            self._check_fenced(error)
+            run.interrupt(f"the queued run could not be begun: {error.message}", error.code)
+        self._begin(run)
+
+    def _take_up(self, records: Sequence[RunRecord]) -> None:
+        """Runs that waited in the queue of an earlier activation."""
+        for record in records:
+            start = msgspec.json.decode(record.start, type=QueuedRun).start
+            self._enqueue(self._make(start, queued=True), first=False)
+
+    # --- the slot -----------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise :class:`LeaseLost` where nothing may be begun here any more."""
         if self._fenced:
             raise LeaseLost("another process has taken this session over")
         if self.closing is not None:
             raise LeaseLost(f"this activation is being closed ({self.closing})")
-        if self._slot is not None:
-            raise SessionConflict(
-                f"session {self.address.session_id!r} is in use by {self._slot}; wait for it or cancel it",
-                run_id=self._slot,
-            )
+
+    def _take_slot(self, holder: str) -> None:
+        self.check_open()
+        if self.busy:
+            raise self._conflict()
         self._slot = holder
         self._free.clear()
 
+    def _conflict(self) -> SessionConflict:
+        holder = self._slot or self._queue.first_id
+        return SessionConflict(
+            f"session {self.address.session_id!r} is in use by {holder}; wait for it, cancel it, or start "
+            "with if_busy",
+            run_id=holder,
+        )
+
     def _free_slot(self) -> None:
         self._slot = None
-        self._free.set()
+        self._free_since = time.monotonic()
+        self._next()
+        if self._slot is None:
+            self._free.set()
 
     def _check_fenced(self, error: BaseException) -> None:
         if isinstance(error, LeaseLost):
@@ -218,6 +351,8 @@ class Session:
         self.state = self.state if state is None else state
         self.replayable = replayable
 
+    # --- messages for runs --------------------------------------------------------------------------------
+
     def run(self, run_id: str) -> Run:
         """A run that is in memory. Raises :class:`NotFound`: its record may still be in the store."""
         run = self._runs.get(run_id)
@@ -229,16 +364,23 @@ class Session:
         """Whether the run is in memory."""
         return run_id in self._runs
 
-    def cancel(self, run_id: str, reason: str) -> RunStatus | None:
+    def send(self, sent: SendInput) -> Receipt:
+        """Live input for a run. Raises :class:`NotFound`, and what :meth:`RunInbox.send` does."""
+        return self.run(sent.run_id).send(sent)
+
+    def reply(self, reply: ReplyInput) -> Receipt:
+        """An answer for a run. Raises :class:`NotFound`, and what :meth:`RunInbox.reply` does."""
+        return self.run(reply.run_id).reply(reply)
+
+    def cancel(self, run_id: str, reason: str) -> Receipt | None:
         """Cancel a run; one that was not started yet is remembered, and starts cancelled."""
         run = self._runs.get(run_id)
-        if run is None:
-            self._cancelled_ahead[run_id] = reason
-            if len(self._cancelled_ahead) > TOMBSTONES:
-                self._cancelled_ahead.popitem(last=False)
-            return None
-        run.cancel(reason)
-        return run.status()
+        if run is not None:
+            return run.cancel(reason)
+        self._cancelled_ahead[run_id] = reason
+        if len(self._cancelled_ahead) > TOMBSTONES:
+            self._cancelled_ahead.popitem(last=False)
+        return None
 
     async def result(self, run_id: str) -> Settled:
         return await self.run(run_id).result()
@@ -256,23 +398,23 @@ class Session:
 
     # --- the session itself -------------------------------------------------------------------------------
 
-    async def read(self) -> StoredSession:
-        """The session as committed, exclusively: conflicts with a run."""
-        return await self._exclusively("a read", lambda: self.store.read_session(self.address))
+    async def close_resources(self) -> list[str]:
+        """Dispose what runs of this session share; the ids of those that failed (contract section 2).
 
-    async def import_legacy(self, messages: Sequence[Message]) -> None:
-        """Replace everything by display-only history (contract section 1). Conflicts with a run."""
-        bodies = [encode_message(message) for message in messages]
-        try:
-            check_structure(messages)
-        except (ValueError, AttributeError) as error:
-            raise InputError(f"the history to import is broken: {error}") from None
-        missing = close_open_calls(messages, "the imported conversation ended before it")
-        bodies.extend(encode_message(message) for message in missing)
-        await self._exclusively("an import", lambda: self.store.replace(self.lease, bodies))
-        self.revision, self.replayable, self.history, self.state = 0, False, bodies, b"{}"
+        Raises:
+            SessionConflict: a run uses one, or one is being made; nothing was disposed.
+        """
+        closed: list[str] = await self._environment.on_user_loop(self.resources.close())
+        self._free_since = time.monotonic()
+        return closed
 
-    async def _exclusively(self, what: str, operation: Callable[[], Awaitable[T]]) -> T:
+    async def exclusively(self, what: str, operation: Callable[[], Awaitable[T]]) -> T:
+        """Do something that conflicts with runs, under the slot.
+
+        Raises:
+            SessionConflict: a run has the session.
+            LeaseLost: another process has it; this activation is over.
+        """
         self._take_slot(what)
         try:
             return await operation()
@@ -285,18 +427,18 @@ class Session:
     # --- leaving ------------------------------------------------------------------------------------------
 
     async def passivate(self, reason: DeactivationReason) -> bool:
-        """Leave memory, unless something is going on: give the lease back, refuse what comes later."""
-        if self.busy:
+        """Leave memory, unless something keeps it: give the lease back, refuse what comes later."""
+        if self.idle_since is None and not self._fenced:
             return False
         await self._leave(reason)
         return True
 
     async def close(self, reason: str) -> None:
-        """Refuse what comes, cancel what runs, wait until it is gone, and leave."""
+        """Refuse what comes, cancel what runs, wait until it is gone, and leave. The queue stays stored."""
         self.closing = self.closing or "shutting_down"
         if self._running is not None:
             self._running.cancel(reason)
-        if self.busy:
+        if self._slot is not None:
             await self._free.wait()
         await self._leave("shutting_down")
 
@@ -307,13 +449,27 @@ class Session:
         await asyncio.shield(self._leaving)
 
     async def _release(self) -> None:
+        while (run := self._queue.take()) is not None:
+            run.abandon(self.activation_id)
+        if self.resources.held:
+            with contextlib.suppress(RetinueError):  # one is in use by work that is on its way out
+                await self._environment.on_user_loop(self.resources.close())
+        if self.on_leaving is not None:
+            await self.on_leaving(self.closing or "application")
         if not self._fenced:
             with contextlib.suppress(RetinueError):  # it runs out by itself
                 await self.store.release(self.lease)
 
+    def end_deleted(self) -> None:
+        """All of the session was removed, its lease included: nothing is written from here any more."""
+        self.closing = self.closing or "application"
+        self.fence()
+
     def fence(self) -> None:
         """Another process has the session: nothing more is written from here."""
         self._fenced = True
+        while (run := self._queue.take()) is not None:
+            run.abandon(self.activation_id)
         if self._running is not None:
             self._running.fence()
         self.watch.over()
@@ -321,7 +477,8 @@ class Session:
     def store_silent(self) -> None:
         """The store did not answer a renewal; after :data:`STORE_WAIT` seconds of that a run is given up."""
         if self.watch.silence > STORE_WAIT and self._running is not None:
-            self._running.cancel(f"the store has not answered for {STORE_WAIT:.0f} s", StoreUnavailable.code)
+            why = f"the store has not answered for {STORE_WAIT:.0f} s"
+            self._running.interrupt(why, StoreUnavailable.code)
             self.watch.over()
 
     @property
@@ -334,9 +491,4 @@ def _seen(future: asyncio.Future[RunStatus]) -> None:
         future.exception()
 
 
-def session_label(session_id: str, name: str) -> str:
-    """What a delegate's session is called; a label, never a session that can be opened."""
-    return f"{session_id}:{name}"
-
-
-__all__ = ["DeactivationReason", "Session", "SessionSnapshot", "decode_session", "session_label"]
+__all__ = ["DeactivationReason", "Session"]

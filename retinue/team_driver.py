@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from retinue.drivers import DriverCapabilities, RunRequest
 from retinue.errors import BudgetExhausted, InputError, RetinueError, error_from_payload
 from retinue.messages import Message, assistant, system, user
+from retinue.models import ModelResponse
 from retinue.results import DriverOutput, Reason
 from retinue.services import ExecutionServices
 from retinue.team_prompts import MemberOutput, joined_outputs, parse_plan, plan_messages, synthesis_messages
@@ -31,7 +32,12 @@ class TeamDriver:
 
     @property
     def capabilities(self) -> DriverCapabilities:
-        return DriverCapabilities()
+        return DriverCapabilities(controls=("follow_up",))
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether the app's project root may matter to a member."""
+        return any(member.reads_files for member in self.team.members)
 
     async def start(self, request: RunRequest, services: ExecutionServices) -> DriverOutput:
         if not isinstance(request.input, str):
@@ -42,28 +48,31 @@ class TeamDriver:
         outputs: list[MemberOutput] = []
         try:
             plan = await self._coordinator(services, plan_messages(self.team, history, text))
-            await self._run_members(services, self._tasks(plan), outputs)
-            answer = await self._coordinator(services, synthesis_messages(self.team, history, text, outputs))
+            await self._run_members(services, self._tasks(plan.text), outputs)
+            synthesis = await self._coordinator(
+                services, synthesis_messages(self.team, history, text, outputs)
+            )
         except BudgetExhausted as refusal:
             # Never an empty message: some providers refuse a history that has one.
             answer = joined_outputs(outputs) or "Nothing was found before the budget was exhausted."
             services.record_conversation([assistant(answer)])
+            await services.publish_message(answer)
             services.emit_text(answer)
             return DriverOutput(text=answer, status="stopped", reason=Reason(refusal.code, refusal.message))
-        services.record_conversation([assistant(answer)])
-        services.emit_text(answer)
-        return DriverOutput(text=answer)
+        services.record_conversation([assistant(synthesis.text)])
+        await services.publish_response(synthesis)  # the plan is nobody's to read
+        services.emit_text(synthesis.text)
+        return DriverOutput(text=synthesis.text)
 
-    async def _coordinator(self, services: ExecutionServices, messages: Sequence[Message]) -> str:
+    async def _coordinator(self, services: ExecutionServices, messages: Sequence[Message]) -> ModelResponse:
         coordinator = self.team.coordinator
         instructions = [system(coordinator.instructions)] if coordinator.instructions else []
-        response = await services.model(
+        return await services.model(
             coordinator.model,
             [*instructions, *messages],
             max_tokens=coordinator.max_output_tokens if services.token_limited else None,
             temperature=coordinator.temperature,
         )
-        return response.text
 
     def _tasks(self, plan: str) -> list[tuple[str, str]]:
         parsed = parse_plan(plan, self.team.members)

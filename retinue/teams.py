@@ -22,7 +22,7 @@ class Team:
     name: str
     members: Sequence[Agent]
     coordinator: Agent
-    """Makes the plan and the synthesis; its tools are not used."""
+    """Makes the plan and the synthesis: of it, only the model, the instructions and the caps are used."""
     mode: Literal["coordinate"] = "coordinate"
     parallel: bool = False
     """Members at once instead of one after the other."""

@@ -15,32 +15,53 @@ from retinue.budgets import BudgetSnapshot
 from retinue.config import RuntimeConfig
 from retinue.drivers import RunRequest
 from retinue.errors import AccessDenied, ChildLost, RetinueError
-from retinue.events import ChildFinished, ChildStarted, ModelComplete, Payload, ToolComplete
+from retinue.events import (
+    ChildFinished,
+    ChildStarted,
+    Completion,
+    ModelComplete,
+    Payload,
+    RunStarted,
+    ToolComplete,
+)
 from retinue.ids import new_id
+from retinue.inbox import RunInbox
 from retinue.ledger import ROOT, BudgetLedger
 from retinue.protocol import (
     Acknowledged,
     AdmitModel,
     AdmitTool,
+    ArtifactRead,
+    AskInput,
     AwaitChild,
+    Began,
     CancelChild,
     ChildEnded,
     ChildOrder,
     Emit,
+    EndTurn,
     Finished,
+    GetArtifact,
     ModelAdmitted,
+    NextTurn,
     ParticipantMessage,
+    PutArtifact,
     Record,
     Rejected,
+    Revise,
+    Revision,
     RootReply,
     SettleModel,
     Spawn,
     Spawned,
+    TakeInput,
     ToolAdmitted,
     ToolDone,
+    WithdrawInput,
     decode_output,
 )
 from retinue.results import Reason, Status
+from retinue.store import StoredArtifact
 
 
 class ChildLauncher(Protocol):
@@ -74,6 +95,11 @@ class Participant:
     children: list[Participant] = field(default_factory=list)
 
     @property
+    def depth(self) -> int:
+        """Participants above this one."""
+        return 0 if self.parent is None else self.parent.depth + 1
+
+    @property
     def account(self) -> str:
         return ROOT if self.parent is None else self.run_id
 
@@ -88,6 +114,14 @@ EmitPayload = Callable[[Payload, Participant], None]
 Room = Callable[[], Awaitable[None] | None]
 
 
+class Artifacts(Protocol):
+    """What a session keeps beside its history."""
+
+    async def put(self, artifact: StoredArtifact) -> None: ...
+
+    async def get(self, artifact_id: str) -> StoredArtifact | None: ...
+
+
 class Tree:
     """One run's participants. Belongs to the control loop.
 
@@ -96,6 +130,8 @@ class Tree:
         config: the app.
         launcher: places delegates.
         emit: adds an event of a participant to the run's log.
+        inbox: what people send to the run.
+        artifacts: of the session.
         room: ``None`` while the event log takes more, else something to await (back-pressure).
     """
 
@@ -105,11 +141,18 @@ class Tree:
         config: RuntimeConfig,
         launcher: ChildLauncher,
         emit: EmitPayload,
+        *,
+        inbox: RunInbox,
+        artifacts: Artifacts,
         room: Room = lambda: None,
         activation_id: str = "",
     ) -> None:
         self.activation_id = activation_id
         """Of the session that the run is in."""
+        self.inbox = inbox
+        self.revision = 0
+        """How often a completion policy sent the work back; of the run as a whole."""
+        self._artifacts = artifacts
         self.ledger = BudgetLedger(config.budgets)
         self.root = Participant(request.run_id, "", None, request.attempt_id)
         self.canonical: list[bytes] = []
@@ -154,7 +197,7 @@ class Tree:
     def _handle_now(self, message: ParticipantMessage) -> RootReply | Awaitable[RootReply]:
         if self._closed:
             return Rejected(error={"code": "run_finished", "message": "the run has ended"}, cancelled=True)
-        participant = self._participants.get(message.participant if not isinstance(message, Record) else ROOT)
+        participant = self._participants.get(getattr(message, "participant", ROOT))
         if participant is None:
             return Rejected(
                 error={"code": "run_finished", "message": "this tree does not know the participant"}
@@ -191,6 +234,24 @@ class Tree:
                 return asyncio.shield(self._child(message.child_run_id).ended)
             case CancelChild():
                 self._cancel(self._child(message.child_run_id), message.reason)
+            case Began():
+                self._emit(RunStarted(self.config.driver.id), self.root)
+            case TakeInput():
+                return self.inbox.take_steer(close=message.close)
+            case EndTurn():
+                self.inbox.end_turn()
+            case NextTurn():
+                return self._next_turn()
+            case Revise():
+                return self._revise(message)
+            case AskInput():
+                return self._ask_input(participant, message)
+            case WithdrawInput():
+                self.inbox.withdraw(message.participant)
+            case PutArtifact():
+                return self._answered(self._put(message.artifact))
+            case GetArtifact():
+                return self._answered(self._get(message.artifact_id))
             case Finished():
                 self._finish(participant, message)
         return Acknowledged()
@@ -200,6 +261,7 @@ class Tree:
             return self._stop_reply(participant)
         if message.role not in self._request.grants.model_roles:
             raise AccessDenied(f"model role {message.role!r} is not granted to this run", role=message.role)
+        self.inbox.check_not_waiting()
         grant = self.ledger.admit_model(
             participant.account, message.call_id, message.projected_input, message.requested_output
         )
@@ -217,6 +279,8 @@ class Tree:
             return self._stop_reply(participant)
         if message.tool_name not in self._request.grants.tool_ids:
             return ToolAdmitted(allowed=False, reason=f"{message.tool_name} is not granted to this run")
+        if self.revision and not self.config.allow_revision_effects:
+            return ToolAdmitted(allowed=False, reason="a revision may call no tools (allow_revision_effects)")
         allowed = self.ledger.admit_tool(participant.account, message.call_id)
         self._publish()
         if not allowed:
@@ -226,6 +290,39 @@ class Tree:
             why = f"approval_required: {message.tool_name} may have effects, and this run only plans"
             return ToolAdmitted(allowed=False, reason=why)
         return ToolAdmitted(allowed=True)
+
+    def _next_turn(self) -> RootReply:
+        if self._stopped is not None:
+            return self._stop_reply(self.root)
+        return self.inbox.next_turn()
+
+    def _revise(self, message: Revise) -> RootReply:
+        self._emit(Completion(message.action, message.reason), self.root)
+        allowed = message.action == "revise" and self.revision < self.config.budgets.max_revisions
+        if allowed:
+            self.revision += 1
+            self.inbox.revise()
+        return Revision(allowed=allowed)
+
+    def _ask_input(self, participant: Participant, message: AskInput) -> RootReply | Awaitable[RootReply]:
+        if self._stopping(participant) is not None:
+            return self._stop_reply(participant)
+        return self.inbox.ask(
+            message.participant, participant.run_id, message.question, message.choices, message.timeout
+        )
+
+    async def _put(self, artifact: StoredArtifact) -> RootReply:
+        await self._artifacts.put(artifact)
+        return Acknowledged()
+
+    async def _get(self, artifact_id: str) -> RootReply:
+        return ArtifactRead(artifact=await self._artifacts.get(artifact_id))
+
+    async def _answered(self, work: Awaitable[RootReply]) -> RootReply:
+        try:
+            return await work
+        except RetinueError as error:
+            return Rejected(error=error.to_payload())
 
     def _stopping(self, participant: Participant) -> str | None:
         """Why nothing more is admitted for a participant."""
@@ -273,6 +370,7 @@ class Tree:
             parent_run_id=parent.run_id,
             attempt_id=child.attempt_id,
             participant=child.name,
+            depth=child.depth,
             identity=request.identity,
             session_id=request.session_id,
             input=message.input,
@@ -324,6 +422,7 @@ class Tree:
             return
         child.hops = finished.hops
         self.ledger.lose(child.account)
+        self.inbox.withdraw(child.account)
         self._publish()
         self._converse(child.run_id, finished.transcript)
         usage = self.ledger.usage_of(child.account)
@@ -358,6 +457,7 @@ class Tree:
     def stop(self, reason: str) -> None:
         """Admit nothing any more and cancel every delegate."""
         self._stopped = self._stopped or reason
+        self.inbox.close(reason, cancelled=True)
         for child in self._live_children():
             self._cancel(child, reason)
 

@@ -24,8 +24,10 @@ from retinue import (
     Runtime,
     Usage,
 )
-from retinue.events import ChildFinished, Event
+from retinue.events import ChildFinished, Event, InputRequest, InputRequested
 from retinue.inprocess import InProcessBackend
+from retinue.loop import on_client_loop
+from retinue.messages import Content, content_text
 from retinue.models import ModelClient
 from retinue.runs import Run
 
@@ -155,8 +157,29 @@ def estimate(tokens: int) -> Callable[[ModelRequest, ModelClient], int]:
     return lambda request, client: tokens
 
 
+def user_text(content: Content) -> str:
+    """The text of an input."""
+    return content_text(content)
+
+
 def types(events: Sequence[Event]) -> list[str]:
     return [event.type for event in events]
+
+
+async def event_of(handle: RunHandle, kind: str, after: int = 0) -> Event:
+    """The first event of this type after a cursor."""
+    async with asyncio.timeout(LIMIT):
+        async for event in handle.events(after):
+            if event.type == kind:
+                return event
+    raise AssertionError(f"the run ended without {kind}")
+
+
+async def question_of(handle: RunHandle, after: int = 0) -> InputRequest:
+    """The first question that the run asks after a cursor."""
+    payload = (await event_of(handle, "input.requested", after)).payload
+    assert isinstance(payload, InputRequested)
+    return payload.request
 
 
 async def all_events(handle: RunHandle, after: int = 0) -> list[Event]:
@@ -219,6 +242,20 @@ async def tasks_of_users(runtime: Runtime) -> list[str]:
     return await asyncio.wrap_future(backend_of(runtime)._workers.submit(look()))
 
 
+async def timers_of(runtime: Runtime) -> list[str]:
+    """What the loops of an in-process runtime are set to do later: of runs on the control loop (the host's
+    own renewals, which sleep, aside), and of user code."""
+
+    async def look() -> list[str]:
+        handles = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+        callbacks = [handle._callback for handle in handles if not handle.cancelled()]
+        return [str(each) for each in callbacks if "_set_result_unless_cancelled" not in str(each)]
+
+    on_users = await asyncio.wrap_future(backend_of(runtime)._workers.submit(look()))
+    on_control = await asyncio.wrap_future(on_client_loop(look()))
+    return on_users + on_control
+
+
 async def nothing_is_left(runtime: Runtime, handle: RunHandle) -> None:
     """Assert invariant 5: after the terminal event, nothing of the run is left."""
     run = run_of(runtime, handle)
@@ -227,5 +264,8 @@ async def nothing_is_left(runtime: Runtime, handle: RunHandle) -> None:
     assert run.tree.ledger.open_reservations == 0
     assert run.tree.budget.tokens.reserved == 0
     assert run.tree._live_children() == []
-    assert run._deadline is None or run._deadline.cancelled()
+    assert await timers_of(runtime) == []
     assert run.events._writer is None
+    assert run.inbox.pending is None
+    session = next(each for each in backend_of(runtime)._host._sessions.values() if each.knows(run.run_id))
+    assert not session.resources.in_use

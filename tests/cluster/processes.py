@@ -43,8 +43,12 @@ def run_program(source: str, environment: Mapping[str, str], *, limit: float = L
 
 def run_retinue(*arguments: str, environment: Mapping[str, str], limit: float = LIMIT) -> Done:
     """Run the command line."""
-    command = [sys.executable, "-m", "retinue", *arguments]
-    return _finish(_start(command, environment), limit)
+    return _finish(start_retinue(*arguments, environment=environment), limit)
+
+
+def start_retinue(*arguments: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start the command line."""
+    return _start([sys.executable, "-m", "retinue", *arguments], environment)
 
 
 def start_program(source: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:

@@ -26,7 +26,29 @@ from retinue import (
 )
 from retinue.errors import RetinueError
 from retinue.events import Custom
+from retinue.hooks import DeactivationReason, SessionHooks, SessionInfo
 from retinue.messages import user
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Hooks that write a line for each call to a file."""
+
+    path: str
+
+    @property
+    def hooks(self) -> SessionHooks:
+        return SessionHooks(activated=self.activated, deactivating=self.deactivating)
+
+    async def activated(self, info: SessionInfo) -> None:
+        self._write(f"activated {info.session_id} at {info.revision} in {os.getpid()}")
+
+    async def deactivating(self, info: SessionInfo, reason: DeactivationReason) -> None:
+        self._write(f"{reason} {info.session_id} at {info.revision} in {os.getpid()}")
+
+    def _write(self, line: str) -> None:
+        with Path(self.path).open("a") as file:
+            file.write(line + "\n")
 
 
 class EchoModel:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import custom_driver, team
+from examples import custom_driver, live_input, questions, team
 from retinue import Identity
 from tests.ray.conftest import MakeRuntime
 
@@ -38,6 +38,15 @@ def test_the_custom_driver_keeps_its_state(
     who = Identity(tenant_id="acme", user_id="ann")
     snapshot = asyncio.run(runtime.sessions.latest(who, "bridge"))
     assert (snapshot.state, snapshot.revision) == ({"questions": 4}, 2)
+
+
+def test_a_question_is_answered_and_a_run_is_given_more_while_it_works(
+    cluster: str, store_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert questions.main(store=store_url).text == "- The room is booked for Monday."
+    assert "second answer: True" in capsys.readouterr().out
+    assert [result.text for result in live_input.main(store=store_url)] == ["the cellar", "the roof"]
+    assert "second run: queued at 1" in capsys.readouterr().out
 
 
 def run(name: str, home: Path) -> str:

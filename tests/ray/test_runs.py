@@ -321,7 +321,7 @@ def test_hosts_hold_what_the_statistics_say(make_runtime: MakeRuntime, identity:
     runtime = make_runtime(driver=Ticker(events=1))
     runtime.run_blocking("x", identity=identity, session_id="counted")
     hosts = [decode(ray.get(host.statistics.remote()), HostStatistics | None) for host in session_hosts()]
-    mine = [host for host in hosts if host and any('"counted"' in key for key in host.sessions)]
+    mine = [host for host in hosts if host and "counted" in {session.session_id for session in host.sessions}]
     assert [(host.active_runs, host.runs_started) for host in mine] == [(0, 1)]
     for host in child_hosts():
         statistics: ChildHostStatistics | None = decode(

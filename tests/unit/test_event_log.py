@@ -14,7 +14,7 @@ from retinue.errors import EventGap, InputError, RetinueError
 from retinue.event_log import EventLog, check_capacity, check_cursor
 from retinue.events import Custom
 from tests.conftest import MakeLocalRuntime
-from tests.support import Flag, all_events, driver, soon, trivial
+from tests.support import Flag, all_events, driver, event_of, soon, trivial
 
 
 def body(number: int) -> bytes:
@@ -272,6 +272,7 @@ async def test_viewers_do_not_disturb_each_other(
 ) -> None:
     go = Flag()
     handle = local_runtime(driver=chatter(go, 50)).start("x", identity=identity, session_id=session_id)
+    await event_of(handle, "run.started")
     viewers = [asyncio.ensure_future(all_events(handle, after=after)) for after in (0, 0, 1)]
     go.set()
     whole, again, later = await soon(asyncio.gather(*viewers))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import custom_driver, in_process_test, team
+from examples import custom_driver, in_process_test, live_input, questions, team
 from retinue import errors
 from retinue.budgets import Budgets, ResourceSnapshot, Usage
 from retinue.events import Event, Payload
@@ -40,6 +40,29 @@ def test_a_driver_of_ones_own_gives_each_question_to_a_delegate(capsys: pytest.C
     assert result.text in capsys.readouterr().out
 
 
+def test_a_question_is_answered_from_another_handle_and_only_once(capsys: pytest.CaptureFixture[str]) -> None:
+    result = questions.main(backend="inprocess")
+    assert (result.status, result.text) == ("completed", "- The room is booked for Monday.")
+    assert capsys.readouterr().out.splitlines() == [
+        "The room costs 40 euros on Monday. Book it? ['yes', 'no'] (awaiting_input)",
+        "answer: delivered",
+        "second answer: True",
+        "completed - The room is booked for Monday.",
+    ]
+
+
+def test_a_run_is_steered_and_followed_up_and_another_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = live_input.main(backend="inprocess")
+    assert [first.status, second.status] == ["completed", "completed"]
+    assert capsys.readouterr().out.splitlines() == [
+        "steer:     deferred to the next model_call",
+        "follow-up: deferred to the next turn",
+        "second run: queued at 1",
+        "completed | last turn: the cellar",
+        "completed | last turn: the roof",
+    ]
+
+
 def test_the_example_tests_pass() -> None:
     in_process_test.test_the_agent_reads_the_record_before_it_answers()
     in_process_test.test_a_budget_that_is_too_small_gives_what_was_found_so_far()
@@ -47,7 +70,7 @@ def test_the_example_tests_pass() -> None:
 
 def test_the_program_in_the_readme_is_the_one_that_is_tested() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
-    (program,) = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (program,) = re.findall(r"^```python[^\n]*\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     assert program == (ROOT / "examples" / "ten_lines.py").read_text("utf-8")
     assert len([line for line in program.splitlines() if line.strip()]) <= 10
 
@@ -65,6 +88,12 @@ def test_every_file_that_the_architecture_names_is_there() -> None:
     )
     assert len(named) > 30
     assert [name for name in sorted(set(named)) if not (ROOT / name).is_file()] == []
+
+
+def test_the_architecture_says_what_every_module_of_the_lowest_floor_is_for() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    modules = sorted(path.name for path in (ROOT / "retinue").glob("[!_]*.py"))
+    assert [name for name in modules if f"{name}`" not in text] == []
 
 
 def test_every_function_that_the_architecture_follows_is_there() -> None:

@@ -233,7 +233,7 @@ async def test_what_a_stranger_sees_of_a_running_run_is_nothing(
     local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
 ) -> None:
     from retinue import Budgets
-    from retinue.client import empty_budget
+    from retinue.ended_runs import empty_budget
 
     runtime = local_runtime(driver=talks, budgets=Budgets(max_tokens=123))
     handle = runtime.start("x", identity=identity, session_id=session_id)

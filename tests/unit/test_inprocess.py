@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from retinue import DriverOutput, ExecutionServices, Identity, RunRequest, Runtime, inprocess, loop
+from retinue import host as host_module
 from retinue.errors import RetinueError, SessionConflict, StoreUnavailable
+from retinue.hooks import DeactivationReason, SessionHooks, SessionInfo
 from retinue.messages import user
 from retinue.storage.memory import MemoryEngine
 from tests.conftest import MakeLocalRuntime
-from tests.support import FunctionDriver, Start, backend_of, code_of, driver, flag, soon, trivial, why
+from tests.support import Flag, FunctionDriver, Start, backend_of, code_of, driver, flag, soon, trivial, why
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,7 +105,6 @@ async def test_the_longest_unused_idle_session_makes_room(
 ) -> None:
     monkeypatch.setattr(inprocess, "_resident", type(inprocess._resident)())
     monkeypatch.setattr(inprocess, "MAX_RESIDENT", 2)
-    monkeypatch.setattr(inprocess, "GRACE", 0.0)
     runtime = local_runtime(driver=says("x"))
     busy = local_runtime(driver=waits)
     running = busy.start("x", identity=identity, session_id="busy")
@@ -113,10 +114,10 @@ async def test_the_longest_unused_idle_session_makes_room(
     keys = [key.rsplit('"', 2)[1] for key in inprocess._resident]
     assert keys == ["busy", "s3"]
     host = backend_of(runtime)._host
-    assert [key.rsplit('"', 2)[1] for key in host.statistics().sessions] == ["s3"]
+    assert [session.session_id for session in host.statistics().sessions] == ["s3"]
     assert host.statistics().runs_started == 4
     # Everything busy: newcomers still get a place, and do not push each other out.
-    monkeypatch.setattr(inprocess, "GRACE", 60.0)
+    monkeypatch.setattr(host_module, "GRACE", 60.0)
     more = [busy.start("x", identity=identity, session_id=f"busy{number}") for number in range(5)]
     for handle in more:
         await flag(f"{handle.run_id} runs").wait()
@@ -127,6 +128,82 @@ async def test_the_longest_unused_idle_session_makes_room(
     for number in (1, 2, 3):
         snapshot = await runtime.sessions.read(identity, f"s{number}")
         assert snapshot.revision == (2 if number == 1 else 1)
+
+
+# --- leaving memory ---------------------------------------------------------------------------------------
+
+
+def resident_ids(runtime: Runtime) -> list[str]:
+    return [session.session_id for session in backend_of(runtime)._host.statistics().sessions]
+
+
+async def test_fifty_starts_on_a_cold_session_share_one_activation(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    runtime = local_runtime(driver=waits)
+    handles = [runtime.start("x", identity=identity, session_id=session_id) for _ in range(50)]
+    outcomes = await asyncio.gather(*(handle.accepted() for handle in handles), return_exceptions=True)
+    (accepted,) = [handle for handle, outcome in zip(handles, outcomes, strict=True) if outcome is None]
+    assert {type(outcome) for outcome in outcomes if outcome is not None} == {SessionConflict}
+    assert backend_of(runtime)._host.statistics().activations == 1
+    flag(f"{accepted.run_id} go").set()
+    assert (await soon(accepted.result())).text == "waited"
+    assert (await runtime.sessions.latest(identity, session_id)).revision == 1  # no second history
+
+
+@pytest.mark.parametrize("isolation", ["dedicated", "shared"])
+async def test_unused_sessions_leave_memory_and_come_back_with_their_history(
+    local_runtime: MakeLocalRuntime, identity: Identity, isolation: str
+) -> None:
+    left: list[tuple[str, str]] = []
+
+    async def deactivating(info: SessionInfo, reason: DeactivationReason) -> None:
+        left.append((info.session_id, reason))
+
+    hooks = SessionHooks(deactivating=deactivating)
+    engine = MemoryEngine()
+    runtime = local_runtime(driver=says("x"), hooks=hooks, store=engine, isolation=isolation)
+    busy = local_runtime(driver=waits, store=engine)
+    backend_of(runtime)._idle_timeout = backend_of(busy)._idle_timeout = 0.2
+    running = busy.start("x", identity=identity, session_id="busy")
+    await flag(f"{running.run_id} runs").wait()
+    finished = runtime.start("x", identity=identity, session_id="s")
+    assert (await soon(finished.result())).structured == 1
+    async with asyncio.timeout(5):
+        while resident_ids(runtime):
+            await asyncio.sleep(0.01)
+    assert left == [("s", "idle")]
+    assert backend_of(runtime)._host.statistics().passivations == {"idle": 1}
+    assert resident_ids(busy) == ["busy"]  # whoever works stays, however long
+    assert backend_of(runtime)._idling is None  # nobody looks where nobody lives
+    assert (await soon(finished.result())).text == "x"
+    assert (await soon(runtime.run("y", identity=identity, session_id="s"))).structured == 2
+    flag(f"{running.run_id} go").set()
+    assert (await soon(running.result())).text == "waited"
+
+
+async def test_a_session_that_is_wanted_while_it_leaves_comes_back(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    leaving, go = Flag(), Flag()
+
+    async def deactivating(info: SessionInfo, reason: DeactivationReason) -> None:
+        leaving.set()
+        await go.wait()
+
+    runtime = local_runtime(driver=says("x"), hooks=SessionHooks(deactivating=deactivating))
+    backend_of(runtime)._idle_timeout = 0.05
+    await soon(runtime.run("x", identity=identity, session_id=session_id))
+    await leaving.wait()
+    again = runtime.start("y", identity=identity, session_id=session_id)
+    accepting = asyncio.ensure_future(again.accepted())
+    await asyncio.sleep(0.05)
+    assert not accepting.done()
+    backend_of(runtime)._idle_timeout = 60.0
+    go.set()
+    await soon(accepting)
+    assert (await soon(again.result())).structured == 2
+    assert backend_of(runtime)._host.statistics().activations == 2
 
 
 # --- closing ----------------------------------------------------------------------------------------------
@@ -156,7 +233,6 @@ async def test_closing_in_the_middle_of_a_start_leaves_no_run(
     local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
 ) -> None:
     from retinue.store import OpenRun, StoreOperation, StoreReply
-    from tests.support import Flag
 
     class Engine(MemoryEngine):
         def __init__(self) -> None:

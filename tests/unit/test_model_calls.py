@@ -13,6 +13,7 @@ from retinue import (
     BudgetSnapshot,
     DriverOutput,
     ExecutionServices,
+    FinishPiece,
     Grants,
     Identity,
     ModelBinding,
@@ -20,12 +21,13 @@ from retinue import (
     ModelResponse,
     RunRequest,
     RunResult,
+    TextPiece,
     ToolCall,
     Usage,
 )
 from retinue.errors import AccessDenied, BudgetExhausted, ModelFailed, RetinueError, Unsupported
 from retinue.events import ModelComplete
-from retinue.messages import assistant, user
+from retinue.messages import assistant, system, user
 from retinue.tools import Tool
 from tests.conftest import MakeLocalRuntime
 from tests.support import (
@@ -46,6 +48,8 @@ from tests.support import (
     types,
     why,
 )
+from tests.unit.fake_root import root
+from tests.unit.stream_models import read, streaming
 
 QUESTION = [user("x")]
 
@@ -585,3 +589,32 @@ async def test_the_drivers_own_usage_stands_only_when_no_model_was_called(
         result = await runtime.run(kind, identity=identity, session_id=session_id)
         used[kind] = result.usage.total_tokens
     assert used == {"none": 99, "never": 99, "call": 2}
+
+
+async def test_prompts_of_abilities_come_first_in_task_calls_and_not_in_control_calls() -> None:
+    model, judge = streaming(TextPiece("a"), FinishPiece()), answering("fine")
+    world = root(models={"judge": judge})
+    world.services.prompts = (system("of the ability"),)
+    await world.services.model(model, QUESTION)
+    await read(world, model)
+    await world.services.control_model("judge", QUESTION)
+    assert [request.messages for request in model.requests] == [(system("of the ability"), *QUESTION)] * 2
+    assert judge.requests[0].messages == tuple(QUESTION)
+
+
+async def test_a_call_takes_no_more_turns_of_the_loop_for_what_it_does_not_use() -> None:
+    """Streams and publishing are beside the path of a plain call."""
+    world = root()
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    counting = asyncio.ensure_future(count())
+    await world.services.model(answering(), QUESTION)
+    counting.cancel()
+    # One for the task that the run owns, one for the admission (here a sleep), one to come back.
+    assert turns <= 3

@@ -18,8 +18,10 @@ from retinue.events import (
 )
 from retinue.ids import SessionAddress
 from retinue.messages import decode_message
+from retinue.protocol import StartRun
 from retinue.recovery import end_interrupted_runs
 from retinue.results import Reason
+from retinue.run_queue import QueuedRun
 from retinue.storage import this_process
 from retinue.storage.memory import MemoryEngine
 from retinue.store import EVENT_BLOCK, LeaseGrant, RunRecord, Store, StoredEvent, StoredSession
@@ -98,7 +100,7 @@ async def test_an_interrupted_run_fails_and_its_input_is_kept(dead: Dead) -> Non
     await dead.dies()
     dead.holder = this_process("next-host", "test")
     grant = await dead.acquire()
-    session = await end_interrupted_runs(dead.store, grant)
+    session, _ = await end_interrupted_runs(dead.store, grant)
     assert (session.revision, session.replayable) == (1, False)
     assert [decode_message(body).text for body in session.messages] == ["input of r"]
     assert whole(session) == whole(await dead.store.read_session(dead.address))
@@ -134,11 +136,11 @@ async def test_several_runs_are_ended_oldest_first_and_only_once(dead: Dead) -> 
     await dead.open(grant, "second")
     grant = await dead.acquire()
     assert len(grant.open_runs) == 2
-    session = await end_interrupted_runs(dead.store, grant)
+    session, _ = await end_interrupted_runs(dead.store, grant)
     assert [decode_message(body).text for body in session.messages] == ["input of first", "input of second"]
     assert session.revision == 2
     grant = await dead.acquire()
-    assert whole(await end_interrupted_runs(dead.store, grant)) == whole(session)
+    assert whole((await end_interrupted_runs(dead.store, grant))[0]) == whole(session)
 
 
 async def test_the_next_user_of_the_session_sees_it_all(local_runtime: MakeLocalRuntime, dead: Dead) -> None:
@@ -164,3 +166,48 @@ async def test_the_next_user_of_the_session_sees_it_all(local_runtime: MakeLocal
     assert types(await all_events(attached, after=EVENT_BLOCK + 1)) == ["run.terminal"]
     assert (await soon(runtime.run("next", identity=WHO, session_id="s"))).status == "completed"
     assert (await runtime.sessions.read(WHO, "s")).replayable is False
+
+
+def _queued(run_id: str, digest: str) -> dict[str, object]:
+    start = StartRun(run_id=run_id, identity=Identity(tenant_id="a", user_id="b"), session_id="s", input="x")
+    return {"queued": True, "start": msgspec.json.encode(QueuedRun(start=start, app_digest=digest))}
+
+
+async def test_queued_runs_are_kept_for_their_app_and_end_without_it() -> None:
+    dead = Dead()
+    grant = await dead.acquire()
+    await dead.open(grant, "running")
+    await dead.open(grant, "first", **_queued("first", "mine"))
+    await dead.open(grant, "other", **_queued("other", "another app"))
+    await dead.open(grant, "second", **_queued("second", "mine"))
+    await dead.dies()
+    dead.holder = this_process("next-host", "test")
+    grant = await dead.acquire()
+    session, kept = await end_interrupted_runs(dead.store, grant, "mine")
+    assert [record.run_id for record in kept] == ["first", "second"]
+    assert [decode_message(body).text for body in session.messages] == ["input of running"]
+    assert session.revision == 1  # the one that ran; those in the queue leave no trace
+    ended = await dead.store.read_run(dead.address.identity, "other")
+    assert ended is not None
+    assert ended.outcome is not None
+    payload = decode_event(ended.outcome).payload
+    assert isinstance(payload, RunTerminal)
+    assert payload.result.reason is not None
+    assert (payload.result.status, payload.result.reason.code) == ("failed", "interrupted")
+    events = await dead.store.read_events(dead.address.identity, "other", 0, 10)
+    lost = decode_event(events[0].body).payload
+    assert lost == EventsLost(1, ended.reserved_to)
+    assert ended.final_cursor == events[0].sequence + 1
+
+
+async def test_a_queued_record_that_cannot_be_read_ends() -> None:
+    dead = Dead()
+    grant = await dead.acquire()
+    await dead.open(grant, "broken", queued=True, start=b"no json")
+    await dead.dies()
+    dead.holder = this_process("next-host", "test")
+    _, kept = await end_interrupted_runs(dead.store, await dead.acquire(), "mine")
+    assert kept == []
+    record = await dead.store.read_run(dead.address.identity, "broken")
+    assert record is not None
+    assert record.outcome is not None

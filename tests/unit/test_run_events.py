@@ -9,7 +9,7 @@ import pytest
 
 from retinue import store_wait
 from retinue.errors import LeaseLost, RetinueError, StoreUnavailable
-from retinue.events import Custom, decode_event
+from retinue.events import Custom, InputRequest, InputRequested, decode_event
 from retinue.ids import Identity, SessionAddress
 from retinue.results import RunResult
 from retinue.run_events import EventSource, RunEvents
@@ -211,3 +211,44 @@ async def test_the_terminal_event_closes_the_log() -> None:
     assert here.events.log.last == 3
     page = await here.events.log.read(2, 10)
     assert [(number, decode_event(data).type) for number, data in page] == [(3, "run.terminal")]
+
+
+def _question(number: int) -> InputRequested:
+    return InputRequested(InputRequest(id=f"r:{number}", run_id="r", question="Sure?"))
+
+
+async def test_a_question_is_stored_before_anybody_sees_it_and_order_is_kept() -> None:
+    it = await world()
+    it.engine.hold = Flag()
+    it.events.emit(Custom("before"))
+    it.events.emit(_question(2))
+    it.events.emit(Custom("after"))
+    assert it.events.log.last == 1
+    assert not it.events.has_room
+    await it.engine.appending.wait()
+    reading = asyncio.ensure_future(it.events.log.read(1, 10))
+    await asyncio.sleep(0)
+    assert not reading.done()
+    it.engine.hold.set()
+    await soon(it.events.room())
+    assert 2 in await it.stored()
+    page = await soon(reading)
+    assert [decode_event(body).type for _, body in page][:1] == ["input.requested"]
+    assert [decode_event(body).type for _, body in await it.events.log.read(0, 10)] == [
+        "custom", "input.requested", "custom",
+    ]  # fmt: skip
+    await it.events.pause()
+
+
+async def test_a_question_that_cannot_be_stored_is_shown_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_wait, "STORE_WAIT", 0.05)
+    it = await world()
+    it.engine.fail = StoreUnavailable("down")
+    it.events.emit(_question(1))
+    it.events.emit(Custom("after"))
+    await soon(it.events.room())
+    assert it.events.log.last == 2
+    assert [event.sequence for event in it.events.unstored] == [1, 2]  # the commit takes them along
+    await it.events.pause()

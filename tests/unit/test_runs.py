@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from retinue import Budgets, DriverOutput, ExecutionServices, Identity, RunRequest, Usage, runs
+from retinue import Budgets, DriverOutput, ExecutionServices, Identity, RunRequest, Usage, clocks
 from retinue.errors import InputError, RetinueError
 from retinue.events import Control, Custom, RunStarted, RunTerminal
 from retinue.loop import on_client_loop
@@ -161,7 +161,7 @@ async def test_a_deadline_cancels_what_runs(
 async def test_a_deadline_beyond_what_one_timer_bears_is_armed_again(
     local_runtime: MakeLocalRuntime, identity: Identity, session_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "MAX_TIMER", 0.02)
+    monkeypatch.setattr(clocks, "MAX_TIMER", 0.02)
     waiting = Waiting()
     deadline = time.time() + 0.2
     handle = local_runtime(driver=waiting).start(

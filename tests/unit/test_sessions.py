@@ -11,6 +11,7 @@ from retinue.errors import InputError, RetinueError, SessionConflict, StoreUnava
 from retinue.ids import session_key
 from retinue.messages import assistant, tool_result, user
 from retinue.results import ArtifactReference, Reason
+from retinue.session_content import SessionContent
 from retinue.storage.memory import MemoryEngine
 from retinue.store import OpenRun, StoreOperation, StoreReply
 from tests.conftest import MakeLocalRuntime
@@ -119,9 +120,9 @@ async def test_c7_a_released_activation_refuses_and_its_late_release_frees_nobod
 
     async def use_what_was_released() -> None:
         with pytest.raises(RetinueError):
-            await left.read()
+            await SessionContent(left).read()
         with pytest.raises(RetinueError):
-            await left.import_legacy([user("mine")])
+            await SessionContent(left).import_legacy([user("mine")])
         assert await left.passivate("idle")  # a second release is harmless
 
     from retinue.loop import on_client_loop

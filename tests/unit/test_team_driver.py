@@ -7,15 +7,36 @@ from typing import Any
 
 import pytest
 
-from retinue import Agent, Budgets, Identity, Message, RunResult, Team, Usage, team_driver
-from retinue.errors import ModelFailed, ValidationFailed
-from retinue.events import ChildFinished, ChildStarted, Event
+from retinue import (
+    Agent,
+    Budgets,
+    Identity,
+    Message,
+    ModelRequest,
+    ModelResponse,
+    RunResult,
+    Team,
+    Usage,
+    team_driver,
+)
+from retinue.errors import ModelFailed, Unsupported, ValidationFailed
+from retinue.events import ChildFinished, ChildStarted, Event, MessageCompleted
 from retinue.messages import TextPart
 from retinue.results import Reason
 from retinue.testing import ScriptedModel, reply
 from retinue.testing.scripted import ScriptStep
 from tests.conftest import MakeLocalRuntime
-from tests.support import all_events, answering, code_of, estimate, nothing_is_left, soon, spent
+from tests.support import (
+    Flag,
+    FunctionModel,
+    all_events,
+    answering,
+    code_of,
+    estimate,
+    nothing_is_left,
+    soon,
+    spent,
+)
 
 TEN = Usage(input_tokens=6, output_tokens=4)
 
@@ -72,7 +93,37 @@ async def test_c252_a_plan_of_two_members_is_done_in_order_and_composed(
     assert [(m.role, m.text) for m in snapshot.history] == [("user", "go"), ("assistant", "composed")]
     members = {event.run_id for event in events if isinstance(event.payload, ChildStarted)}
     assert set(snapshot.conversations) == {handle.run_id, *members}
+    # People see the answer, and neither the plan nor what members say among themselves.
+    seen = [event.payload.message for event in events if isinstance(event.payload, MessageCompleted)]
+    assert [(message.phase, message.text) for message in seen] == [("final", "composed")]
     await nothing_is_left(runtime, handle)
+
+
+async def test_a_follow_up_is_planned_and_composed_as_the_first_was(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    begun, go = Flag(), Flag()
+
+    async def hold(request: ModelRequest) -> ModelResponse:
+        begun.set()
+        await go.wait()
+        return ModelResponse(text=plan(("a", "first")))
+
+    scripted = ScriptedModel({"": ["one", plan(("a", "second")), "two"], "a": ["A1", "A2"]})
+    held = FunctionModel(lambda request: scripted.generate(request) if begun.is_set else hold(request))
+    members = [Agent(name="a", model=scripted)]
+    team_ = Team(name="t", members=members, coordinator=Agent(name="co", model=held))
+    runtime = local_runtime(driver=team_driver(team_))
+    handle = runtime.start("go", identity=identity, session_id=session_id)
+    await begun.wait()
+    with pytest.raises(Unsupported):
+        await handle.send("not that", mode="steer")
+    await handle.send("and then?", mode="follow_up")
+    go.set()
+    result = await soon(handle.result())
+    assert (result.status, result.text, task_of(scripted, "a")) == ("completed", "two", ["first", "second"])
+    snapshot = await runtime.sessions.read(identity, session_id)
+    assert [message.text for message in snapshot.history] == ["go", "one", "and then?", "two"]
 
 
 async def test_c252_an_unreadable_plan_goes_to_every_member(

@@ -9,30 +9,51 @@ from typing import Any
 import pytest
 
 from retinue import Budgets, Grants, Identity, RunRequest, RuntimeConfig, Usage
-from retinue.errors import error_from_payload
-from retinue.events import ChildFinished, ChildStarted, Custom, ModelComplete, Payload, ToolComplete
+from retinue.errors import InputError, StoreUnavailable, error_from_payload
+from retinue.events import (
+    ChildFinished,
+    ChildStarted,
+    Completion,
+    Custom,
+    ModelComplete,
+    Payload,
+    ToolComplete,
+)
+from retinue.inbox import RunInbox
 from retinue.ledger import ROOT
 from retinue.protocol import (
     Acknowledged,
     AdmitModel,
     AdmitTool,
+    ArtifactRead,
+    AskInput,
     AwaitChild,
     CancelChild,
     ChildEnded,
     ChildOrder,
     Emit,
+    EndTurn,
     Finished,
+    GetArtifact,
     ModelAdmitted,
+    NextTurn,
+    PutArtifact,
     Record,
     Rejected,
+    Revise,
+    Revision,
+    SendInput,
     SettleModel,
     Spawn,
     Spawned,
+    TakeInput,
+    TakenInput,
     ToolAdmitted,
     ToolDone,
     encode_output,
 )
 from retinue.results import DriverOutput
+from retinue.store import StoredArtifact
 from retinue.tree import Participant, Tree
 from tests.support import Flag, soon, trivial
 
@@ -57,6 +78,22 @@ class Launcher:
         self.cancelled.append((child_run_id, reason))
 
 
+class Artifacts:
+    """Artifacts in a dictionary; a store that is down refuses."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, StoredArtifact] = {}
+        self.down = False
+
+    async def put(self, artifact: StoredArtifact) -> None:
+        if self.down:
+            raise StoreUnavailable("the store is down")
+        self.kept[artifact.artifact_id] = artifact
+
+    async def get(self, artifact_id: str) -> StoredArtifact | None:
+        return self.kept.get(artifact_id)
+
+
 class World:
     def __init__(self, config: RuntimeConfig, **request: Any) -> None:
         self.launcher = Launcher()
@@ -73,7 +110,19 @@ class World:
             grants=config.grants,
             **request,
         )
-        self.tree = Tree(self.request, config, self.launcher, self._emit, self._room)
+        self.artifacts = Artifacts()
+        self.inbox = RunInbox(
+            "root", ("steer", "follow_up"), lambda payload: self.events.append(("", payload))
+        )
+        self.tree = Tree(
+            self.request,
+            config,
+            self.launcher,
+            self._emit,
+            inbox=self.inbox,
+            artifacts=self.artifacts,
+            room=self._room,
+        )
 
     def _emit(self, payload: Payload, participant: Participant) -> None:
         self.events.append((participant.name, payload))
@@ -358,3 +407,62 @@ async def test_a_child_knows_whether_tokens_are_limited(
     here.say(spawn(budgets=None if own is None else Budgets(max_tokens=own)))
     await here.placed(1)
     assert here.launcher.orders[0].token_limited is limited
+
+
+async def test_live_input_reaches_the_root_at_its_boundaries() -> None:
+    it = world()
+    it.inbox.send(SendInput(run_id="root", input_id="1", input="go left", mode="steer"))
+    it.inbox.send(SendInput(run_id="root", input_id="2", input="and then?", mode="follow_up"))
+    assert it.say(TakeInput()) == TakenInput(input_id="1", input="go left")
+    assert it.say(TakeInput()) == TakenInput()
+    it.say(EndTurn())
+    with pytest.raises(InputError):
+        it.inbox.send(SendInput(run_id="root", input_id="3", input="late", mode="steer"))
+    assert it.say(NextTurn()) == TakenInput(input_id="2", input="and then?")
+    assert it.say(NextTurn()) == TakenInput()
+
+
+async def test_a_stopped_run_takes_no_follow_up() -> None:
+    it = world()
+    it.inbox.send(SendInput(run_id="root", input_id="1", input="more", mode="follow_up"))
+    it.tree.stop("cancelled")
+    reply = it.say(NextTurn())
+    assert isinstance(reply, Rejected)
+    assert reply.cancelled
+
+
+async def test_a_question_of_a_child_ends_with_it_and_the_others_go_on() -> None:
+    it = world()
+    it.say(spawn("one"))
+    await it.placed(1)
+    asked = it.say(AskInput(participant="one", question="?", choices=None, timeout=None))
+    refused = it.say(admit())
+    assert isinstance(refused, Rejected)
+    assert refused.error["code"] == "input_pending"
+    it.tree.child_lost("one", "its process died")
+    assert isinstance(await asked, Rejected)
+    assert isinstance(it.say(admit()), ModelAdmitted)
+
+
+async def test_a_revision_needs_its_budget_and_calls_no_tools() -> None:
+    it = world(budgets=Budgets(max_revisions=1))
+    assert it.say(Revise(action="revise", reason="too short")) == Revision(allowed=True)
+    admitted = it.say(AdmitTool(participant=ROOT, call_id="1", tool_name="tool"))
+    assert isinstance(admitted, ToolAdmitted)
+    assert not admitted.allowed
+    assert it.say(Revise(action="revise", reason="still")) == Revision(allowed=False)
+    assert it.say(Revise(action="accept", reason="fine")) == Revision(allowed=False)
+    assert [payload for _, payload in it.events] == [
+        Completion("revise", "too short"), Completion("revise", "still"), Completion("accept", "fine"),
+    ]  # fmt: skip
+
+
+async def test_artifacts_are_kept_at_once_and_a_store_that_is_down_is_an_answer() -> None:
+    it = world()
+    artifact = StoredArtifact(artifact_id="a", mime_type="text/plain", data=b"x")
+    assert await it.say(PutArtifact(participant=ROOT, artifact=artifact)) == Acknowledged()
+    assert await it.say(GetArtifact(participant=ROOT, artifact_id="a")) == ArtifactRead(artifact=artifact)
+    assert await it.say(GetArtifact(participant=ROOT, artifact_id="b")) == ArtifactRead(artifact=None)
+    it.artifacts.down = True
+    refused = await it.say(PutArtifact(participant=ROOT, artifact=artifact))
+    assert refused.error["code"] == "store_unavailable"

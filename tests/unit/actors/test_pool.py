@@ -101,6 +101,16 @@ async def test_places_are_spread_and_bounded() -> None:
     assert (host.host_id, count) == (places[0][0].host_id, 1)
 
 
+async def test_nothing_is_kept_of_session_hosts_whose_delegates_have_ended() -> None:
+    pool = keeper(Processes(), child_spares=1, max_child_hosts=1, session_spares=0)
+    for number in range(100):
+        ((host, count),) = await pool.assign(f"host-{number}", 2, nested=False)
+        pool.release(f"host-{number}", host.host_id, 1)
+        pool.release(f"host-{number}", host.host_id, count - 1)
+        assert not pool._child_hosts[host.host_id].load
+    assert pool.statistics().children == 0
+
+
 async def test_delegates_of_delegates_do_not_wait_for_their_parents_places() -> None:
     processes = Processes()
     pool = keeper(processes, child_spares=1, max_child_hosts=1, children_per_host=1, session_spares=0)

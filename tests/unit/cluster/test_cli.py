@@ -98,19 +98,17 @@ def test_an_interrupt_ends_with_130(runner: CliRunner, monkeypatch: pytest.Monke
 def test_up_says_where_it_is_and_how_to_stop_it(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
 
-    def up(
-        address: str | None, *, namespace: str, num_cpus: int | None, max_resident: int | None
-    ) -> UpReport:
-        calls.append((address, namespace, num_cpus, max_resident))
+    def up(address: str | None, **options: Any) -> UpReport:
+        calls.append((address, options))
         return UpReport(record=RECORD, started=True, already=False)
 
     monkeypatch.setattr(standing, "up", up)
-    done = runner.invoke(
-        app,
-        ["up", "--address", "10.0.0.1:6379", "--namespace", "team", "--num-cpus", "3", "--max-resident", "7"],
-    )
+    given = "--address 10.0.0.1:6379 --namespace team --num-cpus 3 --max-resident 7 --idle-timeout 60"
+    done = runner.invoke(app, ["up", *given.split()])
     assert done.exit_code == 0
-    assert calls == [("10.0.0.1:6379", "team", 3, 7)]
+    options = {"namespace": "team", "num_cpus": 3, "max_resident": 7, "idle_timeout": 60.0}
+    assert calls == [("10.0.0.1:6379", options)]
+    assert runner.invoke(app, ["up", "--idle-timeout", "0"]).exit_code == 2
     for part in (RECORD.address, "a token", "/home/ann/cluster.token", "/home/ann/ray.log", "retinue down"):
         assert part in done.stdout
     as_json = runner.invoke(app, ["up", "--json"])

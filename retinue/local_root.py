@@ -1,0 +1,44 @@
+"""The root driver of a run, at work on a user loop of the process that its session lives in."""
+
+from __future__ import annotations
+
+import asyncio
+
+from retinue.execution import DriverExecution
+from retinue.ports import LocalPort
+from retinue.protocol import Finished
+from retinue.runs import Run
+from retinue.services import ExecutionServices
+from retinue.workers import Workers
+
+
+class LocalRoot:
+    """:class:`retinue.runs.RootExecution` over a thread of this process."""
+
+    def __init__(self, run: Run, workers: Workers, control: asyncio.AbstractEventLoop) -> None:
+        config = run.config
+        services = ExecutionServices(
+            request=run.request,
+            config=config,
+            port=LocalPort(run.tree, control, workers.loop),
+            threads=workers.threads,
+            tasks=workers.tasks,
+            history=run.session.history,
+            state=run.session.state,
+            token_limited=config.budgets.max_tokens is not None,
+            session_resources=run.session_resources,
+        )
+        self._workers = workers
+        self._execution = DriverExecution(config.driver, run.request, services)
+        self._running = workers.submit(self._execution.run())
+
+    async def wait(self) -> Finished:
+        return await asyncio.wrap_future(self._running)
+
+    def cancel(self) -> None:
+        self._workers.loop.call_soon_threadsafe(self._execution.cancel)
+
+    async def release(self) -> list[str]:
+        if not self._execution.holds_something:
+            return []
+        return await asyncio.wrap_future(self._workers.submit(self._execution.release()))

@@ -1,0 +1,77 @@
+"""Runs of one session that wait for the one before them, in order (``if_busy``)."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from retinue.errors import Overloaded
+from retinue.protocol import StartRun
+
+if TYPE_CHECKING:
+    from retinue.runs import Run
+
+MAX_QUEUED_RUNS = 16
+"""Runs of one session that may wait."""
+
+
+class QueuedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What the record of a queued run keeps, so that the next activation can take it up."""
+
+    start: StartRun
+    app_digest: str
+    """Only an activation of this very app may run it."""
+
+
+class RunQueue:
+    """Belongs to the control loop."""
+
+    def __init__(self) -> None:
+        self._runs: deque[Run] = deque()
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @property
+    def first_id(self) -> str | None:
+        """Of the run that is next."""
+        return self._runs[0].run_id if self._runs else None
+
+    def check_room(self, holder: str | None) -> None:
+        """Raise :class:`Overloaded` when no more may wait."""
+        if len(self._runs) >= MAX_QUEUED_RUNS:
+            raise Overloaded(
+                f"{MAX_QUEUED_RUNS} runs of this session wait already; start again when some have ended",
+                reason="queue_full",
+                run_id=holder,
+            )
+
+    def add(self, run: Run, *, first: bool) -> None:
+        """Let it wait, as the last one or as the next."""
+        if first:
+            self._runs.appendleft(run)
+        else:
+            self._runs.append(run)
+        self._number()
+
+    def take(self) -> Run | None:
+        """The next one, which waits no longer."""
+        if not self._runs:
+            return None
+        run = self._runs.popleft()
+        self._number()
+        return run
+
+    def remove(self, run: Run) -> bool:
+        """Take this one out; whether it was there."""
+        if run not in self._runs:
+            return False
+        self._runs.remove(run)
+        self._number()
+        return True
+
+    def _number(self) -> None:
+        for position, run in enumerate(self._runs, start=1):
+            run.queue_position = position
