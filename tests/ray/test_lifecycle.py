@@ -127,7 +127,7 @@ def test_a_restarted_directory_knows_the_sessions_of_a_shared_host(
     runtime = make_runtime(**app)
     handles = [runtime.start("x", identity=identity, session_id=f"kept-{index}") for index in range(3)]
     (pid,) = {pid_of(handle) for handle in handles}
-    control = _control_pid()
+    control = until(_control_pid, "the directory answers")
     os.kill(control, signal.SIGKILL)
     until(lambda: _control_pid() not in (None, control), "the directory restarts")
     other = make_runtime(**app)
