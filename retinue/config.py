@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +92,12 @@ class RuntimeConfig:
             check_kind("config.completion_policy", self.completion_policy, CompletionPolicy)
         if self.resource_idle_limit is not None:
             check_kind("config.resource_idle_limit", self.resource_idle_limit, int | float)
+            if not 0 < self.resource_idle_limit < math.inf:
+                raise ValidationFailed(
+                    f"config.resource_idle_limit must be a positive number of seconds, not "
+                    f"{self.resource_idle_limit!r}",
+                    path="config.resource_idle_limit",
+                )
         if self.estimate_input_tokens is not None:
             check_kind("config.estimate_input_tokens", self.estimate_input_tokens, Callable)
         check_kind("config.limits", self.limits, Limits)

@@ -136,6 +136,8 @@ class EventStream(AsyncIterator[Event]):
             await handle.accepted()
         except Exception:
             self._ended = True
+            if handle.attached:  # a run that is not there is no run without events
+                raise
             return
         if self._viewer is None:
             client = await handle.client()

@@ -57,6 +57,7 @@ class RunHandle:
         """When something was heard of the run last, on the monotonic clock."""
         self._local_result: RunResult | None = None
         self._client_hops = 0
+        self._attached = start is None
         self._accepting = on_client_loop(self._accept(start))
         if start is not None:
             finish_before_exit(self._accepting)  # a script may end right after its last start
@@ -96,6 +97,15 @@ class RunHandle:
             NotFound: an attached run does not exist for this identity.
         """
         await awaited(self._accepting)
+
+    def accepted_blocking(self) -> None:
+        """The blocking twin of :meth:`accepted`."""
+        blocking(self._accepting)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the run was started by somebody else, or earlier."""
+        return self._attached
 
     # --- what is known ------------------------------------------------------------------------------------
 

@@ -47,7 +47,11 @@ async def end_interrupted_runs(
     for record in grant.open_runs:
         if not record.queued:
             session = await _end(store, grant, session, record)
-        elif app_digest is not None and queued_app(record) == app_digest:
+        elif (
+            app_digest is not None
+            and queued_app(record) == app_digest
+            and not await _cancelled(store, record)
+        ):
             kept.append(record)
         else:
             await _end_queued(store, grant, record)
@@ -62,14 +66,21 @@ def queued_app(record: RunRecord) -> str | None:
         return None
 
 
+async def _cancelled(store: Store, record: RunRecord) -> bool:
+    """Whether a queued run has events: its cancellation is the only one that it can have."""
+    return bool(await store.read_events(_identity(record), record.run_id, 0, 1))
+
+
 async def _end_queued(store: Store, grant: LeaseGrant, record: RunRecord) -> None:
     """It never began: no message, no revision."""
+    last, _ = await _stored_figures(store, record)
     lost_number = record.reserved_to + 1
-    lost = _envelope(record, lost_number, EventsLost(1, record.reserved_to))
+    lost = _envelope(record, lost_number, EventsLost(last + 1, record.reserved_to))
     final_cursor = lost_number + 1
+    why = "its app is gone" if last == 0 else "it was being cancelled"
     result = RunResult(
         status="failed",
-        reason=Reason("interrupted", "it was still queued when its process died, and its app is gone"),
+        reason=Reason("interrupted", f"it was still queued when its process died, and {why}"),
         run_id=record.run_id,
         session_id=record.session_id,
         final_cursor=final_cursor,
@@ -151,7 +162,7 @@ def _envelope(record: RunRecord, number: int, payload: EventsLost | RunTerminal)
 
 async def _stored_figures(store: Store, record: RunRecord) -> tuple[int, Usage]:
     """The last stored event number, and the usage that stored events tell of."""
-    identity = Identity(tenant_id=record.tenant_id, user_id=record.user_id)
+    identity = _identity(record)
     last, usage = 0, Usage()
     while page := await store.read_events(identity, record.run_id, last, _PAGE):
         last = page[-1].sequence
@@ -160,3 +171,7 @@ async def _stored_figures(store: Store, record: RunRecord) -> tuple[int, Usage]:
             if isinstance(payload, ModelComplete) and payload.usage is not None:
                 usage += payload.usage
     return last, usage
+
+
+def _identity(record: RunRecord) -> Identity:
+    return Identity(tenant_id=record.tenant_id, user_id=record.user_id)

@@ -70,8 +70,10 @@ class RunEvents:
         self._on_failure = on_failure
         self._waiting: list[tuple[Payload, EventSource]] = []
         self._unstored: list[StoredEvent] = []
+        self.store_first = False
+        """Nobody sees an event before it is stored: of a queued run, which another activation may take up."""
         self._held_back: StoredEvent | None = None
-        """A question that nobody sees before it is stored, and nothing after it."""
+        """An event that nobody sees before it is stored, and nothing after it."""
         self._room = asyncio.Event()
         self._room.set()
         self._wake = asyncio.Event()
@@ -93,7 +95,7 @@ class RunEvents:
             body = self._encode(payload, source, number)
             if self._store is not None:
                 self._unstored.append(StoredEvent(number, body))
-                if isinstance(payload, InputRequested):
+                if self.store_first or isinstance(payload, InputRequested):
                     self._held_back = StoredEvent(number, body)
                 self._start_writer()
             if self._held_back is None:
@@ -108,7 +110,7 @@ class RunEvents:
         return self._store is None or self.log.last + 1 < self._reserved_to
 
     def _show_held_back(self) -> None:
-        """The question is stored, or cannot be: show it, and what came after it."""
+        """The event is stored, or cannot be: show it, and what came after it."""
         held_back, self._held_back = self._held_back, None
         if held_back is not None:
             self.log.append(held_back.body)

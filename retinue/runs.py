@@ -18,7 +18,7 @@ from retinue.artifacts import SessionArtifacts
 from retinue.clocks import RunClocks
 from retinue.config import RuntimeConfig
 from retinue.drivers import RunRequest
-from retinue.errors import LeaseLost, NotFound, RetinueError
+from retinue.errors import LeaseLost, NotFound, RetinueError, Unsupported
 from retinue.events import Control, Payload
 from retinue.grants import Grants
 from retinue.ids import new_id
@@ -121,6 +121,7 @@ class Run:
             lease=session.lease,
             on_failure=self._events_failed,
         )
+        self.events.store_first = queued
         self.clocks = RunClocks(
             deadline=start.deadline,
             active_timeout=config.active_timeout,
@@ -201,7 +202,12 @@ class Run:
     # --- control ------------------------------------------------------------------------------------------
 
     def send(self, sent: SendInput) -> Receipt:
-        """Take live input. Raises what :meth:`RunInbox.send` does."""
+        """Take live input. Raises what :meth:`RunInbox.send` does, and :class:`Unsupported` while queued."""
+        if self.queue_position is not None:
+            raise Unsupported(
+                f"run {self.run_id} is still queued and takes no input; send it when the run works",
+                operation=f"{sent.mode} of a queued run",
+            )
         applied = self.inbox.send(sent) == "applied"
         steer = sent.mode == "steer"
         over = self.settled.done() and not applied
@@ -275,6 +281,8 @@ class Run:
     async def execute(self) -> None:
         """Live from acceptance to the terminal event. Ends in exactly one result, whatever happens."""
         self.queue_position = None
+        if self._cancelled is None:
+            self.events.store_first = False
         try:
             ending = await self._drive()
         except Exception as error:  # a defect of ours must not leave callers waiting

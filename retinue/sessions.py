@@ -251,6 +251,13 @@ class Session:
         run = self._running
         if run is None:
             raise self._conflict()
+        if start.grants is not None or start.deadline is not None or start.run_mode != run.start.run_mode:
+            raise InputError(
+                f"run {run.run_id} has the session, and a steer cannot change its grants, deadline or run "
+                "mode; leave them out, or use another if_busy",
+                field="if_busy",
+                run_id=run.run_id,
+            )
         run.send(SendInput(run_id=run.run_id, input_id=start.run_id, input=start.input, mode="steer"))
         self._steered[start.run_id] = run.run_id
         if len(self._steered) > TOMBSTONES:

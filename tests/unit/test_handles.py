@@ -160,6 +160,28 @@ async def test_attach_follows_a_run_from_its_first_event(
     assert (attached.state, attached.budget) == ("finished", handle.budget)
 
 
+async def test_attaching_to_a_run_that_is_not_there_is_told_at_every_door(
+    local_runtime: MakeLocalRuntime, identity: Identity
+) -> None:
+    handle = local_runtime(driver=trivial).attach("no such run", identity=identity)
+    with pytest.raises(NotFound):
+        await handle.accepted()
+    with pytest.raises(NotFound):
+        await all_events(handle)
+    result = await handle.result()
+    assert result.reason is not None
+    assert (result.status, result.reason.code) == ("failed", "not_found")
+
+
+def test_acceptance_has_a_blocking_twin(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    runtime = local_runtime(driver=trivial)
+    runtime.start("x", identity=identity, session_id=session_id).accepted_blocking()
+    with pytest.raises(NotFound):
+        runtime.attach("no such run", identity=identity).accepted_blocking()
+
+
 async def test_attach_at_once_does_not_disturb_the_start(
     local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
 ) -> None:
@@ -223,7 +245,8 @@ async def test_a_run_is_found_only_with_its_identity(
             await stranger.accepted()
         result = await stranger.result()
         assert (result.status, code_of(result), result.session_id) == ("failed", "not_found", "")
-        assert await all_events(stranger) == []
+        with pytest.raises(NotFound):
+            await all_events(stranger)
     assert handle.state == "running"
     flag(f"{handle.run_id} go").set()
     assert (await soon(handle.result())).status == "completed"

@@ -11,6 +11,7 @@ from retinue import (
     DriverCapabilities,
     DriverOutput,
     ExecutionServices,
+    Grants,
     Identity,
     RunHandle,
     RunRequest,
@@ -177,6 +178,32 @@ async def test_steer_is_refused_where_the_driver_takes_none(
         await soon(session.start("second", if_busy="steer").accepted())
     session.let_go(first)
     await soon(first.result())
+
+
+async def test_steer_cannot_narrow_the_run_that_is_there(session: Running) -> None:
+    first = await session.running("first")
+    for number, options in enumerate(
+        ({"grants": Grants()}, {"deadline": time.time() + 60}, {"run_mode": "plan"})
+    ):
+        with pytest.raises(InputError) as refused:
+            await soon(session.start(f"other {number}", if_busy="steer", **options).accepted())
+        assert (refused.value.field, refused.value.run_id) == ("if_busy", first.run_id)
+    session.let_go(first)
+    assert (await soon(first.result())).text == "first"
+
+
+async def test_a_queued_run_takes_no_input_before_it_works(session: Running) -> None:
+    first = await session.running("first")
+    later = session.start("later", if_busy="queue")
+    await soon(later.accepted())
+    with pytest.raises(Unsupported) as refused:
+        await later.send("too early", mode="steer")
+    assert "queued" in refused.value.message
+    session.let_go(first)
+    await session.until_running(later)
+    assert (await later.send("in time", mode="steer")).outcome == "deferred"
+    session.let_go(later)
+    assert (await soon(later.result())).text == "later in time"
 
 
 async def test_cancel_takes_the_place_of_the_run_and_of_nobody_else(session: Running) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from retinue import Identity, Usage
 from retinue.events import (
+    Control,
     Custom,
     Event,
     EventsLost,
@@ -211,3 +212,21 @@ async def test_a_queued_record_that_cannot_be_read_ends() -> None:
     record = await dead.store.read_run(dead.address.identity, "broken")
     assert record is not None
     assert record.outcome is not None
+
+
+async def test_a_queued_run_that_was_being_cancelled_is_not_taken_up() -> None:
+    """It may have shown an event, whose number must not be used again."""
+    dead = Dead()
+    grant = await dead.acquire()
+    await dead.open(grant, "cancelled", **_queued("cancelled", "mine"))
+    await dead.write(grant, "cancelled", [Control("cancel", "not needed")])
+    await dead.dies()
+    dead.holder = this_process("next-host", "test")
+    _, kept = await end_interrupted_runs(dead.store, await dead.acquire(), "mine")
+    assert kept == []
+    record = await dead.store.read_run(WHO, "cancelled")
+    assert record is not None
+    assert record.outcome is not None
+    events = await dead.store.read_events(WHO, "cancelled", 0, 10)
+    assert [event.sequence for event in events] == [1, record.reserved_to + 1]
+    assert decode_event(events[1].body).payload == EventsLost(2, record.reserved_to)
