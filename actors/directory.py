@@ -280,7 +280,7 @@ class Directory:
         return len(self._occupancy.hosts) + self._hosts_coming >= self.max_resident
 
     async def _evict(self, digest: str) -> bool:
-        """Ask sessions of a shared app to leave, the longest unused first; whether one did, or is on its way."""
+        """Ask sessions of a shared app to leave, the longest unused first; whether one did or is about to."""
         await self._look_at_all()
         idle = self._occupancy.idle_sessions(digest)
         asked = [each for each in idle if not self._lock(each.key).locked()][:EVICTED_TOGETHER]
