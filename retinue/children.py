@@ -14,7 +14,8 @@ from retinue.execution import DriverExecution
 from retinue.ids import session_label
 from retinue.ports import LocalPort
 from retinue.protocol import ChildOrder, Finished, RootReply
-from retinue.services import ExecutionServices, RootPort
+from retinue.root_port import RootPort
+from retinue.services import ExecutionServices
 from retinue.tree import Tree
 from retinue.workers import Workers
 

@@ -12,6 +12,7 @@ from retinue.budgets import BudgetSnapshot
 from retinue.errors import InputError
 from retinue.events import MAX_DELTA, MessageDelta, TextDelta
 from retinue.protocol import ParticipantMessage, RootReply, SettleModel
+from retinue.root_port import RootPort
 
 GATHER_SECONDS = 0.025
 """Pieces that come within this time after the last event of their kind wait for its end."""
@@ -132,21 +133,10 @@ class Deltas:
                 self._send(TextDelta(piece) if message_id is None else MessageDelta(message_id, piece))
 
 
-class _Port(Protocol):
-    async def ask(self, message: ParticipantMessage) -> RootReply: ...
-    def tell(self, message: ParticipantMessage) -> None: ...
-    async def settle(self, message: SettleModel) -> None: ...
-    @property
-    def budget(self) -> BudgetSnapshot: ...
-
-    @property
-    def steer_waits(self) -> bool: ...
-
-
 class OrderedPort:
     """The way to the root, with text that waits sent before anything else."""
 
-    def __init__(self, port: _Port, deltas: Deltas) -> None:
+    def __init__(self, port: RootPort, deltas: Deltas) -> None:
         self._port = port
         self._flush = deltas.flush
 

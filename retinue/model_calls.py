@@ -21,7 +21,8 @@ from retinue.tokens import estimate_messages
 
 if TYPE_CHECKING:
     from retinue.publishing import MessagePublisher
-    from retinue.services import ExecutionServices, RootPort
+    from retinue.root_port import RootPort
+    from retinue.services import ExecutionServices
     from retinue.stream_assembly import StreamAssembly
 
 

@@ -12,7 +12,7 @@ import copy
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -53,7 +53,6 @@ from retinue.protocol import (
     Record,
     Rejected,
     RootReply,
-    SettleModel,
     Spawn,
     TakeInput,
     TakenInput,
@@ -62,6 +61,7 @@ from retinue.protocol import (
 from retinue.publishing import MessagePublisher, is_text_event
 from retinue.resources import Initialize, ResourceScope, RunResources, SessionResources
 from retinue.results import ArtifactReference
+from retinue.root_port import RootPort
 from retinue.run_input import check_question
 from retinue.store import StoredArtifact
 from retinue.tool_calls import ToolCalls
@@ -73,32 +73,6 @@ if TYPE_CHECKING:
     from retinue.config import RuntimeConfig
 
 T = TypeVar("T")
-
-
-class RootPort(Protocol):
-    """The way to the root of the tree: a thread away for the root driver, a process away for a delegate."""
-
-    async def ask(self, message: ParticipantMessage) -> RootReply:
-        """Send and wait for the reply."""
-        ...
-
-    def tell(self, message: ParticipantMessage) -> None:
-        """Send, in order with everything else sent here; arrives before any later ``ask``."""
-        ...
-
-    async def settle(self, message: SettleModel) -> None:
-        """Send at once, as ``tell`` does; return when ``budget`` shows it, if no remote call is needed."""
-        ...
-
-    @property
-    def budget(self) -> BudgetSnapshot:
-        """The tree's budget as last heard."""
-        ...
-
-    @property
-    def steer_waits(self) -> bool:
-        """Whether live input waits for the root; never for a delegate."""
-        ...
 
 
 class ExecutionServices:

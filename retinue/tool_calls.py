@@ -18,7 +18,8 @@ from retinue.tool_progress import Progress
 from retinue.tools import Tool, ToolArgumentError, ToolResult
 
 if TYPE_CHECKING:
-    from retinue.services import ExecutionServices, RootPort
+    from retinue.root_port import RootPort
+    from retinue.services import ExecutionServices
 
 T = TypeVar("T")
 

@@ -182,9 +182,12 @@ async def test_steer_is_refused_where_the_driver_takes_none(
 
 async def test_steer_cannot_narrow_the_run_that_is_there(session: Running) -> None:
     first = await session.running("first")
-    for number, options in enumerate(
-        ({"grants": Grants()}, {"deadline": time.time() + 60}, {"run_mode": "plan"})
-    ):
+    narrowing: list[dict[str, object]] = [
+        {"grants": Grants()},
+        {"deadline": time.time() + 60},
+        {"run_mode": "plan"},
+    ]
+    for number, options in enumerate(narrowing):
         with pytest.raises(InputError) as refused:
             await soon(session.start(f"other {number}", if_busy="steer", **options).accepted())
         assert (refused.value.field, refused.value.run_id) == ("if_busy", first.run_id)
