@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from retinue.cluster.record import ClusterRecord
+from retinue.ids import PROTOCOL_VERSION
 from tests.cluster.processes import (
     Done,
     clean_environment,
@@ -80,7 +81,7 @@ def test_up_attach_status_down(environment: dict[str, str]) -> None:
     report = said(status)
     assert (report["up"], report["nodes"], report["namespace"]) == (True, 1, "retinue")
     assert isinstance(report["statistics"], dict)
-    assert report["statistics"]["versions"] == ["1"]
+    assert report["statistics"]["versions"] == [str(PROTOCOL_VERSION)]
 
     members = members_of(pid)
     down = run_retinue("down", "--json", environment=environment)

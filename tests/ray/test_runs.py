@@ -49,6 +49,9 @@ def test_a_run_is_streamed_settled_and_stored(make_runtime: MakeRuntime, identit
         "model.complete",
         "tool.complete",
         "model.complete",
+        "message.started",
+        "message.delta",
+        "message.completed",
         "text.delta",
         "run.terminal",
     ]
