@@ -85,6 +85,8 @@ class ControlActor:
         self._hosts = RayHosts(self._apps)
         self._pools: dict[str, PoolKeeper] = {}
         self._kept: dict[str, AppSpec] = {}
+        self._met: dict[str, Any] = {}
+        """Store actors that a keeper was told of, by store id."""
         self._directory: Directory | None = None
         self._versions: dict[str, str] = dict(self._options.versions)
         self._stores: dict[str, asyncio.Future[tuple[StoreDescription, Any]]] = {}
@@ -122,7 +124,7 @@ class ControlActor:
             options = self._options.pool
             if app.isolation == "shared":  # one spare has room for many sessions
                 options = msgspec.structs.replace(options, session_spares=min(1, options.session_spares))
-            factory = RayHostFactory(self._namespace, self._cluster_id, app)
+            factory = RayHostFactory(self._namespace, self._cluster_id, app, self._acquaintances)
             pool = PoolKeeper(app.name, factory, options)
             self._pools[app.digest] = pool
             self._kept[app.digest] = app
@@ -130,6 +132,14 @@ class ControlActor:
                 await self._adopt_hosts(app.digest, pool)
             self._background.run(self._retire_when_idle(pool))
         self._pools[app.digest].prepare()
+
+    def _acquaintances(self) -> list[Any]:
+        """The actors that the session hosts of this keeper will talk to."""
+        return [ray.get_runtime_context().current_actor, *self._met.values()]
+
+    async def meet(self, store_id: str, store: Any) -> None:
+        """Sessions may be in this store: hosts that are started from now on meet it ahead of their first."""
+        self._met[store_id] = store
 
     async def _adopt_hosts(self, digest: str, pool: PoolKeeper) -> None:
         """Find the child hosts and the spares of a keeper that was here before."""
@@ -315,6 +325,8 @@ class ControlActor:
         app = decode(data, AppSpec)
         self._apps[app.digest] = app
         self._hosts.keepers[app.digest] = keeper
+        for store_id, (_, handle) in self._hosts.stores.items():
+            self._background.run(_tell_of(keeper, store_id, handle))
 
     async def locate(self, data: bytes) -> tuple[bytes, Any]:
         """Where a session lives, with the host's handle."""
@@ -381,6 +393,8 @@ class ControlActor:
             ray.kill(handle)
             raise
         self._hosts.stores[description.store_id] = (description, handle)
+        for keeper in self._hosts.keepers.values():
+            self._background.run(_tell_of(keeper, description.store_id, handle))
         return description, handle
 
     async def _recover(self, host_id: str) -> None:
@@ -474,6 +488,11 @@ class ControlActor:
 
 def _no_pool() -> Overloaded:
     return Overloaded("the pool of this app is gone; its program must bring it again", reason="no_pool")
+
+
+async def _tell_of(keeper: Any, store_id: str, store: Any) -> None:
+    with contextlib.suppress(HostGone):  # its hosts meet the store when they need it
+        await call(keeper.meet, store_id, store)
 
 
 async def named_actors(prefix: str, namespace: str) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -69,15 +69,19 @@ class RayHosts:
 class RayHostFactory:
     """Starts the processes of one app, in the runtime environment of the process that this runs in."""
 
-    def __init__(self, namespace: str, cluster_id: str, app: AppSpec) -> None:
+    def __init__(
+        self, namespace: str, cluster_id: str, app: AppSpec, acquaintances: Callable[[], list[Any]]
+    ) -> None:
         self._namespace = namespace
         self._cluster_id = cluster_id
         self._app = app
+        self._acquaintances = acquaintances
+        """Actors that every session host will talk to: it meets them while it is a spare."""
 
     async def start_session_host(self, host_id: str) -> Any:
         options = actor_options(host_name(host_id), self._namespace)
         handle = await _started(SessionHostActor, options, host_id, self._cluster_id)
-        return await _ready(handle, handle, encode(self._app))
+        return await _ready(handle, handle, encode(self._app), self._acquaintances())
 
     async def start_child_host(self, host_id: str) -> Any:
         options = actor_options(child_host_name(host_id), self._namespace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 from retinue.actors.hosts import HostReference
@@ -77,8 +78,12 @@ class SessionHostActor:
 
     # --- control ------------------------------------------------------------------------------------------
 
-    async def ready(self, own_handle: Any, app: bytes) -> None:
-        """Come to life on the control loop, and load the app ahead of the first session."""
+    async def ready(self, own_handle: Any, app: bytes, acquaintances: list[Any]) -> None:
+        """Come to life on the control loop, and load the app ahead of the first session.
+
+        A first call to an actor takes some 20 ms, for its class and for the connection, so the actors that
+        sessions need are met now.
+        """
         self._loop = asyncio.get_running_loop()
         self._links = RemoteChildHosts(self._host_id, own_handle)
         self._children = PooledChildren(self._links)
@@ -91,6 +96,9 @@ class SessionHostActor:
         spec = decode(app, AppSpec)
         self._app = spec
         await self._host.load(spec)
+        for each in acquaintances:
+            with contextlib.suppress(HostGone):
+                await call(each.ping)
 
     async def activate(self, data: bytes, store: Any, keeper: Any) -> bytes:
         message = decode(data, Activate)

@@ -43,6 +43,9 @@ class StoreActor:
         self._engine: StoreEngine | None = None
         self._opening = asyncio.Lock()
 
+    async def ping(self) -> None:
+        """Answer."""
+
     async def describe(self) -> bytes:
         """Open the store, if need be, and say what it is."""
         return await answered(self._describe())
