@@ -32,6 +32,9 @@ class ModelBinding:
     options: Sequence[str] = ("max_tokens", "temperature")
     """Options that calls under this role may set."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", tuple(self.options))
+
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:

@@ -31,6 +31,9 @@ class DriverCapabilities:
     """``local``: every effect of the driver goes through the services."""
     controlled_execution: bool = True
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "controls", tuple(self.controls))
+
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a driver is asked to do."""

@@ -275,26 +275,31 @@ class RunHandle:
         sent = SendInput(run_id=self.run_id, input_id=input_id, input=input, mode=mode)
         return self._received(await client.send(self.identity, self.session_id, sent))
 
-    async def reply(self, request_id: str, input: Content) -> Receipt:
+    async def reply(self, request_id: str, input: Content, *, reply_id: str | None = None) -> Receipt:
         """Answer the question that the run waits with; the first answer wins.
 
         Args:
             request_id: ``handle.pending_input.id``, or that of the ``input.requested`` event.
             input: as for ``start``.
+            reply_id: chosen by the caller, so that repeating the very same reply is harmless.
 
         Raises:
             InputError: bad content; or code ``run_finished``, ``input_already_resolved``,
                 ``input_not_pending`` or ``input_mismatch``.
         """
-        return await awaited(self._replying(request_id, input))
+        return await awaited(self._replying(request_id, input, reply_id))
 
-    def reply_blocking(self, request_id: str, input: Content) -> Receipt:
+    def reply_blocking(self, request_id: str, input: Content, *, reply_id: str | None = None) -> Receipt:
         """The blocking twin of :meth:`reply`."""
-        return blocking(self._replying(request_id, input))
+        return blocking(self._replying(request_id, input, reply_id))
 
-    def _replying(self, request_id: str, input: Content) -> concurrent.futures.Future[Receipt]:
+    def _replying(
+        self, request_id: str, input: Content, reply_id: str | None
+    ) -> concurrent.futures.Future[Receipt]:
         check_id("request_id", request_id)
-        return on_client_loop(self._reply(request_id, new_id("reply"), check_content(input)))
+        reply_id = new_id("reply") if reply_id is None else reply_id
+        check_id("reply_id", reply_id)
+        return on_client_loop(self._reply(request_id, reply_id, check_content(input)))
 
     async def _reply(self, request_id: str, reply_id: str, input: Content) -> Receipt:
         client = await self._taking_input()

@@ -104,6 +104,8 @@ class RunEnding:
         self._events = events
         self._cancelled = cancelled
         self._diagnostics: list[str] = []
+        self._stored: RunResult | None = None
+        """The outcome that the store has."""
         self._terminal: tuple[RunResult, bytes] | None = None
 
     async def commit(self, ending: Ending) -> RunResult:
@@ -137,6 +139,7 @@ class RunEnding:
         except Exception as error:
             return await self._commit_failed(ending, error)
         self.committed = True
+        self._stored = result
         self._events.stored(events)
         session.committed(revision, messages, ending.state, replayable)
         return result
@@ -176,10 +179,13 @@ class RunEnding:
             result, artifacts = self._bounded(
                 msgspec.structs.replace(result, final_cursor=self._events.next_number)
             )
-            if not self.fenced:
-                await self._store_outcome(result, artifacts)
+            if self.fenced or not await self._store_outcome(result, artifacts):
+                # The store keeps the outcome that it has, so that is the one that is told.
+                told = result if self._stored is None else self._stored
+                return msgspec.structs.replace(told, final_cursor=self._events.next_number)
 
-    async def _store_outcome(self, result: RunResult, artifacts: Sequence[StoredArtifact]) -> None:
+    async def _store_outcome(self, result: RunResult, artifacts: Sequence[StoredArtifact]) -> bool:
+        """Store an outcome without a commit; whether that succeeded."""
         events = self._events.unstored
         finish = FinishRun(
             lease=self._session.lease, outcome=self._outcome(result), events=events, artifacts=artifacts
@@ -189,9 +195,11 @@ class RunEnding:
             await until_stored(lambda: self._session.store.finish_run(finish))
         except Exception as error:
             self.fenced = self.fenced or isinstance(error, LeaseLost)
-            return
+            return False
         self.committed = True
+        self._stored = result
         self._events.stored(events)
+        return True
 
     def _outcome(self, result: RunResult) -> RunOutcome:
         return RunOutcome(

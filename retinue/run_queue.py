@@ -30,6 +30,7 @@ class RunQueue:
 
     def __init__(self) -> None:
         self._runs: deque[Run] = deque()
+        self._ready: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -49,18 +50,30 @@ class RunQueue:
             )
 
     def add(self, run: Run, *, first: bool) -> None:
-        """Let it wait, as the last one or as the next."""
+        """Let it wait, as the last one or as the next. It has its place now, and may begin once ready."""
         if first:
             self._runs.appendleft(run)
         else:
             self._runs.append(run)
         self._number()
 
+    def ready(self, run: Run) -> None:
+        """Its record is stored."""
+        self._ready.add(run.run_id)
+
     def take(self) -> Run | None:
-        """The next one, which waits no longer."""
-        if not self._runs:
+        """The next one, which waits no longer; ``None`` where it is not ready: nobody overtakes it."""
+        if not self._runs or self._runs[0].run_id not in self._ready:
             return None
+        return self._pop()
+
+    def take_any(self) -> Run | None:
+        """The next one, ready or not: the session leaves."""
+        return self._pop() if self._runs else None
+
+    def _pop(self) -> Run:
         run = self._runs.popleft()
+        self._ready.discard(run.run_id)
         self._number()
         return run
 
@@ -69,6 +82,7 @@ class RunQueue:
         if run not in self._runs:
             return False
         self._runs.remove(run)
+        self._ready.discard(run.run_id)
         self._number()
         return True
 

@@ -11,6 +11,7 @@ from retinue.backend import Backend
 from retinue.config import ConfigMembers, RuntimeConfig
 from retinue.drivers import RunMode
 from retinue.errors import InputError, NotShippable, Unsupported, ValidationFailed
+from retinue.event_streams import EventStream
 from retinue.grants import Grants
 from retinue.handles import RunHandle
 from retinue.ids import Identity, check_id, check_identity, new_id
@@ -159,6 +160,11 @@ class Runtime:
     async def run(self, input: Content, *, identity: Identity, session_id: str, **options: Any) -> RunResult:
         """Start a run and await its result; the options of :meth:`start`."""
         return await self.start(input, identity=identity, session_id=session_id, **options).result()
+
+    def stream(self, input: Content, *, identity: Identity, session_id: str, **options: Any) -> EventStream:
+        """Start a run and follow its events: ``async for event in runtime.stream(...)``; the options of
+        :meth:`start`. The last event carries the result."""
+        return self.start(input, identity=identity, session_id=session_id, **options).events()
 
     def run_blocking(
         self, input: Content, *, identity: Identity, session_id: str, **options: Any

@@ -163,19 +163,25 @@ class Session:
         accepting: asyncio.Future[RunStatus] = asyncio.get_running_loop().create_future()
         accepting.add_done_callback(_seen)
         self._accepting[start.run_id] = accepting
+        run: Run | None = None
         try:
             run = self._make(start, queued=queued)
+            if queued:  # its place counts, and is in order, from this moment on
+                self._queue.add(run, first=start.if_busy == "cancel")
             await self._record(run, queued=queued)
         except BaseException as error:
             if not queued:
                 self._free_slot()
+            elif run is not None:
+                self._queue.remove(run)
+                self._next_if_free()
             accepting.set_exception(error if isinstance(error, Exception) else RetinueError("interrupted"))
             self._check_fenced(error)
             raise
         finally:
             del self._accepting[start.run_id]
         if queued:
-            self._enqueue(run, first=start.if_busy == "cancel")
+            self._queued(run, takes_over=start.if_busy == "cancel")
         else:
             self._begin(run)
         status = run.status()
@@ -272,16 +278,25 @@ class Session:
             )
         return run
 
-    def _enqueue(self, run: Run, *, first: bool) -> None:
+    def _queued(self, run: Run, *, takes_over: bool = False) -> None:
         """The record is stored; the run waits for the slot, which may be free by now."""
         self._remember(run)
-        self._queue.add(run, first=first)
+        if self.closing is not None or self._fenced:  # it left memory meanwhile; its record waits
+            run.abandon(self.activation_id)
+            return
+        self._queue.ready(run)
         run.on_cancel = lambda: self._cancelled_in_queue(run)
         run.clocks.watch_deadline()
         if (reason := self._cancelled_ahead.pop(run.run_id, None)) is not None:
             run.cancel(reason)
-        elif first and self._slot is not None and (self._slot in self._runs or self._slot in self._accepting):
+        elif takes_over and self._slot is not None and self._is_run(self._slot):
             self.cancel(self._slot, f"run {run.run_id} takes its place")
+        self._next_if_free()
+
+    def _is_run(self, holder: str) -> bool:
+        return holder in self._runs or holder in self._accepting
+
+    def _next_if_free(self) -> None:
         if self._slot is None:
             self._next()
 
@@ -310,9 +325,12 @@ class Session:
 
     def _take_up(self, records: Sequence[RunRecord]) -> None:
         """Runs that waited in the queue of an earlier activation."""
-        for record in records:
+        # In the order in which they were accepted, whatever order their records arrived in.
+        for record in sorted(records, key=lambda record: record.created_at):
             start = msgspec.json.decode(record.start, type=QueuedRun).start
-            self._enqueue(self._make(start, queued=True), first=False)
+            run = self._make(start, queued=True)
+            self._queue.add(run, first=False)
+            self._queued(run)
 
     # --- the slot -----------------------------------------------------------------------------------------
 
@@ -456,7 +474,7 @@ class Session:
         await asyncio.shield(self._leaving)
 
     async def _release(self) -> None:
-        while (run := self._queue.take()) is not None:
+        while (run := self._queue.take_any()) is not None:
             run.abandon(self.activation_id)
         if self.resources.held:
             with contextlib.suppress(RetinueError):  # one is in use by work that is on its way out
@@ -475,7 +493,7 @@ class Session:
     def fence(self) -> None:
         """Another process has the session: nothing more is written from here."""
         self._fenced = True
-        while (run := self._queue.take()) is not None:
+        while (run := self._queue.take_any()) is not None:
             run.abandon(self.activation_id)
         if self._running is not None:
             self._running.fence()

@@ -237,6 +237,8 @@ class Tree:
             case Began():
                 self._emit(RunStarted(self.config.driver.id), self.root)
             case TakeInput():
+                if self._stopped is not None:  # a cancelled run applies nothing any more
+                    return self._stop_reply(self.root)
                 return self.inbox.take_steer(close=message.close)
             case EndTurn():
                 self.inbox.end_turn()
@@ -249,6 +251,8 @@ class Tree:
             case WithdrawInput():
                 self.inbox.withdraw(message.participant)
             case PutArtifact():
+                if self._stopping(participant) is not None:
+                    return self._stop_reply(participant)
                 return self._answered(self._put(message.artifact))
             case GetArtifact():
                 return self._answered(self._get(message.artifact_id))

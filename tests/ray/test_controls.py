@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from retinue import DriverOutput, Identity, RunHandle
+from retinue import DriverOutput, Identity, RunHandle, Runtime
 from retinue.errors import InputError, NotFound, SessionConflict
 from retinue.events import InputRequest, InputRequested
+from retinue.messages import user
 from tests.ray.conftest import MakeRuntime
 from tests.ray.control_drivers import Asks, Steered
 from tests.ray.drivers import Parent
@@ -102,6 +105,51 @@ def test_a_queue_outlives_the_host_of_its_session(
     snapshot = asyncio.run(runtime.sessions.latest(identity, "s"))
     assert [message.text for message in snapshot.history] == ["first", "later 0", "later 1", "later 2"]
     assert snapshot.replayable is False
+
+
+def test_c125_c127_c128_clocks_run_where_the_session_lives(
+    make_runtime: MakeRuntime, identity: Identity, tmp_path: Path
+) -> None:
+    def ends(session_id: str, runtime: Runtime, **options: Any) -> str | None:
+        handle = runtime.start("Sure?", identity=identity, session_id=session_id, **options)
+        question_of(handle)
+        code = code_of(handle)
+        assert handle.wait(TIMEOUT).status == "cancelled"
+        assert [event.type for event in handle.iter_events()].count("run.terminal") == 1
+        return code
+
+    patient = make_runtime(driver=Asks(), input_timeout=30.0)
+    assert ends("deadline", patient, deadline=time.time() + 3) == "deadline_exceeded"
+    assert ends("input", make_runtime(driver=Asks(), input_timeout=0.3)) == "input_timeout"
+    working = make_runtime(driver=Steered(gate=str(tmp_path / "never")), active_timeout=0.5)
+    assert code_of(working.start("x", identity=identity, session_id="active")) == "active_timeout"
+
+
+def test_c1_c8_c104_c132_what_only_the_host_can_refuse(
+    make_runtime: MakeRuntime, identity: Identity, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    runtime = make_runtime(driver=Steered(gate=str(gate)))
+    late = runtime.start("x", identity=identity, session_id="s", deadline=time.time() - 1)
+    assert code_of(late) == "deadline_exceeded"
+    assert [event.type for event in late.iter_events()] == ["control", "run.terminal"]
+    first = runtime.start("first", identity=identity, session_id="s", deadline=time.time() + 3_000_000)
+    pids(first, 1)
+    with pytest.raises(SessionConflict) as refused:
+        asyncio.run(runtime.sessions.read(identity, "s"))
+    assert refused.value.run_id == first.run_id
+    urgent = runtime.start("urgent", identity=identity, session_id="s", if_busy="cancel")
+    assert code_of(first) == "cancelled"
+    pids(urgent, 1)
+    gate.touch()
+    assert urgent.wait(TIMEOUT).text == "urgent"
+    queued = asyncio.run(runtime.run("last", identity=identity, session_id="s", if_busy="queue"))
+    assert queued.text == "last"
+    asyncio.run(runtime.sessions.import_legacy(identity, "s", [user("from before")]))
+    snapshot = asyncio.run(runtime.sessions.read(identity, "s"))
+    assert ([message.text for message in snapshot.history], snapshot.revision, snapshot.replayable) == (
+        ["from before"], 0, False,
+    )  # fmt: skip
 
 
 def test_a_question_dies_with_its_host_and_says_so(make_runtime: MakeRuntime, identity: Identity) -> None:

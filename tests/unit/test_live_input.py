@@ -14,6 +14,7 @@ from retinue import (
     ExecutionServices,
     Grants,
     Identity,
+    Receipt,
     RunHandle,
     RunRequest,
     Runtime,
@@ -105,20 +106,51 @@ async def test_c117_an_answer_to_another_question_is_a_mismatch(
 
 
 async def test_c118_of_two_answers_one_wins(asking: Runtime, identity: Identity, session_id: str) -> None:
-    handle = asking.start("Sure?", identity=identity, session_id=session_id)
+    handle = asking.start("first?\nsecond?", identity=identity, session_id=session_id)
     request = await question_of(handle)
     other = asking.attach(handle.run_id, identity=identity)
     answers = await asyncio.gather(
         handle.reply(request.id, "yes"), other.reply(request.id, "no"), return_exceptions=True
     )
-    won = [
-        "yes" if index == 0 else "no" for index, one in enumerate(answers) if not isinstance(one, Exception)
-    ]
-    lost = [one for one in answers if isinstance(one, InputError)]
-    assert len(won) == 1
-    # The run may have ended by the time that the second answer arrives.
-    assert [one.code for one in lost] in (["input_already_resolved"], ["run_finished"])
-    assert (await soon(handle.result())).text == won[0]
+    (won,) = [one for one in answers if isinstance(one, Receipt)]
+    (lost,) = [one for one in answers if isinstance(one, InputError)]
+    assert lost.code == "input_already_resolved"
+    second = await question_of(handle, after=won.status.cursor)
+    await handle.reply(second.id, "done")
+    assert (await soon(handle.result())).text == "done"
+
+
+async def test_the_same_reply_again_gives_the_same_receipt(
+    asking: Runtime, identity: Identity, session_id: str
+) -> None:
+    handle = asking.start("first?\nsecond?", identity=identity, session_id=session_id)
+    request = await question_of(handle)
+    for _ in range(2):
+        receipt = await handle.reply(request.id, "yes", reply_id="mine")
+        assert (receipt.id, receipt.outcome) == (request.id, "delivered")
+    assert await refused(handle.reply(request.id, "yes", reply_id="another")) == "input_already_resolved"
+    await handle.cancel()
+    await soon(handle.result())
+
+
+async def test_a_cancelled_run_applies_no_steer(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    @steerable
+    async def clings(request: RunRequest, services: ExecutionServices) -> DriverOutput:
+        flag(f"{request.run_id} runs").set()
+        try:
+            await flag("never").wait()
+        except asyncio.CancelledError:
+            await services.take_input()
+        return DriverOutput(text="unreachable")
+
+    handle = local_runtime(driver=clings).start("x", identity=identity, session_id=session_id)
+    await flag(f"{handle.run_id} runs").wait()
+    await handle.send("left", mode="steer")
+    await handle.cancel()
+    assert (await soon(handle.result())).status == "cancelled"
+    assert "input.applied" not in types(await all_events(handle))
 
 
 async def test_c121_a_stale_answer_does_not_answer_the_second_question(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
@@ -117,6 +118,26 @@ async def test_a_queue_is_bounded(session: Running) -> None:
         await handle.cancel()
     session.let_go(first)
     await soon(first.result())
+
+
+async def test_starts_of_one_moment_are_queued_in_order_and_bounded(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str, tmp_path: Path
+) -> None:
+    """With a store that takes a moment to answer: places are given before it does."""
+    session = Running(
+        local_runtime(driver=held, store=f"sqlite:///{tmp_path / 'x.db'}"), identity, session_id
+    )
+    first = await session.running("first")
+    many = [session.start(f"later {number}", if_busy="queue") for number in range(MAX_QUEUED_RUNS + 8)]
+    outcomes = await asyncio.gather(*(soon(handle.accepted()) for handle in many), return_exceptions=True)
+    refused = [number for number, outcome in enumerate(outcomes) if isinstance(outcome, Overloaded)]
+    assert refused == list(range(MAX_QUEUED_RUNS, MAX_QUEUED_RUNS + 8))
+    session.let_go(first)
+    for handle in many[:MAX_QUEUED_RUNS]:
+        await session.until_running(handle)
+        session.let_go(handle)
+        await soon(handle.result())
+    assert await session.history() == ["first", *(f"later {number}" for number in range(MAX_QUEUED_RUNS))]
 
 
 async def test_a_queued_run_that_is_cancelled_leaves_no_trace_in_the_session(session: Running) -> None:

@@ -240,6 +240,15 @@ async def test_configuration_is_a_snapshot(
     assert (result.text, result.structured) == ("bound", 0)
 
 
+def test_lists_that_are_given_are_copied() -> None:
+    options, controls = ["max_tokens"], ["steer"]
+    binding = ModelBinding(client=answering(), options=options)
+    capabilities = DriverCapabilities(controls=controls)  # type: ignore[arg-type]
+    options.append("temperature")
+    controls.append("follow_up")
+    assert (binding.options, capabilities.controls) == (("max_tokens",), ("steer",))
+
+
 def test_a_model_alone_is_a_binding() -> None:
     model = answering()
     config = RuntimeConfig(driver=trivial, models={"a": model, "b": ModelBinding(client=model, options=())})
