@@ -135,7 +135,13 @@ class DriverExecution:
         candidate = CompletionCandidate(
             text=output.text, structured=copy.deepcopy(output.structured), revision=self._revision
         )
-        decision: object = await policy.evaluate(candidate, services)
+        try:
+            decision: object = await policy.evaluate(candidate, services)
+        except (SystemExit, KeyboardInterrupt) as error:
+            # asyncio would let these out of the loop that all drivers share.
+            raise RetinueError(
+                f"the completion policy raised {type(error).__name__}: {error}", code="execution_failed"
+            ) from None
         if not isinstance(decision, CompletionDecision):
             raise RetinueError(
                 f"the completion policy returned {type(decision).__name__}, not a CompletionDecision",

@@ -138,6 +138,22 @@ async def test_a_policy_that_decides_nothing_fails_the_run(
     assert "completion policy" in why(result)
 
 
+async def test_a_policy_that_exits_ends_its_run_and_nothing_else(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    class Exits:
+        async def evaluate(
+            self, candidate: CompletionCandidate, services: ExecutionServices
+        ) -> CompletionDecision:
+            raise SystemExit(3)
+
+    runtime = local_runtime(driver=echo, completion_policy=Exits())
+    for number in range(2):  # the loop of all drivers goes on
+        result = await soon(runtime.run("x", identity=identity, session_id=f"{session_id} {number}"))
+        assert result.status == "failed"
+        assert "SystemExit: 3" in why(result)
+
+
 def test_decisions_that_cannot_be() -> None:
     for options in (
         {"action": "maybe"},
