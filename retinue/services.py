@@ -108,6 +108,7 @@ class ExecutionServices:
         self.resources = RunResources(session_resources)
         """What is released after its end."""
         self._pairing = ToolPairing()
+        self._other_pairings: dict[str, ToolPairing] = {}
         self._call_ids = itertools.count(1)
         self.threads = threads
         """For code that blocks; see :func:`retinue.workers.in_thread`."""
@@ -464,22 +465,31 @@ class ExecutionServices:
         """
         self._record(messages, conversation=not self._is_root)
 
-    def record_conversation(self, messages: Sequence[Message]) -> None:
+    def record_conversation(self, messages: Sequence[Message], *, execution_id: str | None = None) -> None:
         """Add messages to this execution's conversation, and for the root to canonical history too.
+
+        Args:
+            execution_id: of another conversation, which a root driver keeps of its own; it is committed
+                beside the history, in ``conversations``, and is no part of it.
 
         Raises:
             InputError: as for :meth:`append`.
+            Unsupported: a delegate names another conversation than its own.
         """
-        self._record(messages, conversation=True)
+        if execution_id is None or execution_id == self.request.run_id:
+            self._record(messages, conversation=True)
+            return
+        check_id("execution_id", execution_id)
+        if not self._is_root:
+            raise Unsupported(
+                "a delegate records its own conversation only", operation="execution_id in a delegate"
+            )
+        pairing, bodies = _paired(self._other_pairings.get(execution_id) or ToolPairing(), messages)
+        self.tell(Record(conversation=bodies, execution_id=execution_id))
+        self._other_pairings[execution_id] = pairing
 
     def _record(self, messages: Sequence[Message], *, conversation: bool) -> None:
-        bodies = [encode_message(message) for message in messages]
-        pairing = copy.deepcopy(self._pairing)
-        for index, message in enumerate(messages):
-            try:
-                pairing.add(message)
-            except ValueError as error:
-                raise InputError(f"messages[{index}] {error}") from None
+        pairing, bodies = _paired(self._pairing, messages)
         if self._is_root:
             self.tell(
                 Record(
@@ -547,6 +557,18 @@ class ExecutionServices:
     def tell(self, message: ParticipantMessage) -> None:
         self.owned.check_running()
         self._port.tell(message)
+
+
+def _paired(before: ToolPairing, messages: Sequence[Message]) -> tuple[ToolPairing, list[bytes]]:
+    """The messages, encoded, and the pairing of calls and results after them; neither is changed here."""
+    bodies = [encode_message(message) for message in messages]
+    pairing = copy.deepcopy(before)
+    for index, message in enumerate(messages):
+        try:
+            pairing.add(message)
+        except ValueError as error:
+            raise InputError(f"messages[{index}] {error}") from None
+    return pairing, bodies
 
 
 def _check_budgets(budgets: object) -> None:

@@ -37,6 +37,16 @@ def streaming_agent() -> ExecutionDriver:
     return agent_driver(Agent(name="assistant", model=ScriptedModel([reply("an answer")])), stream=True)
 
 
+def owned_agent() -> ExecutionDriver:
+    """Made anew for each run, and closed after it."""
+    model = ScriptedModel([reply("an answer")])
+
+    def make() -> Agent:
+        return Agent(name="assistant", model=model)
+
+    return agent_driver(make, name="assistant")
+
+
 def team() -> ExecutionDriver:
     """Its members are delegates."""
     plan = json.dumps(
@@ -51,5 +61,6 @@ DRIVERS: dict[str, Callable[[], ExecutionDriver]] = {
     "custom": custom,
     "agent": agent,
     "streaming agent": streaming_agent,
+    "owned agent": owned_agent,
     "team": team,
 }

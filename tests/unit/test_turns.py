@@ -22,7 +22,7 @@ from retinue import (
 )
 from retinue.errors import InputError, ValidationFailed
 from retinue.events import Completion
-from retinue.messages import ToolCall, user
+from retinue.messages import ToolCall, assistant, user
 from retinue.results import Reason
 from tests.conftest import MakeLocalRuntime
 from tests.support import (
@@ -300,3 +300,32 @@ async def test_what_an_earlier_turn_recorded_is_history_of_the_next(
     await soon(handle.result())
     assert seen == [[], ["first"], ["first", "second"]]
     assert (await runtime.sessions.read(identity, session_id)).revision == 1
+
+
+async def test_a_driver_keeps_conversations_of_its_own_beside_the_history(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    @driver
+    async def keeps_two(request: RunRequest, services: ExecutionServices) -> DriverOutput:
+        services.append([user(request.input)])
+        call = ToolCall("1", "look", {})
+        services.record_conversation([user("aside"), assistant("", [call])], execution_id="critic")
+        with pytest.raises(InputError):
+            services.record_conversation([user("too early")], execution_id="critic")
+        services.record_conversation([user("another")], execution_id="other")
+        return DriverOutput(text="done")
+
+    runtime = local_runtime(driver=keeps_two)
+    assert (await soon(runtime.run("x", identity=identity, session_id=session_id))).status == "completed"
+    snapshot = await runtime.sessions.read(identity, session_id)
+    assert [message.text for message in snapshot.history] == ["x"]
+    assert [message.role for message in snapshot.conversations["critic"]] == ["user", "assistant", "tool"]
+    assert [message.text for message in snapshot.conversations["other"]] == ["another"]
+
+
+async def test_stream_is_start_and_events(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    runtime = local_runtime(driver=echo)
+    seen = [event.type async for event in runtime.stream("x", identity=identity, session_id=session_id)]
+    assert seen == ["run.started", "run.terminal"]
