@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +20,7 @@ from retinue.events import RunTerminal, decode_event
 from retinue.ids import SessionAddress
 from retinue.messages import Message
 from retinue.snapshots import decode_session
-from retinue.store import Attestation, Origin, RunPage, RunRecord, SessionSummary, StoredSession
+from retinue.store import Origin, RunPage, RunRecord, SessionSummary, StoredSession
 
 if TYPE_CHECKING:
     from retinue.actors.listing import ActorPage, ActorRow
@@ -54,6 +54,15 @@ class SessionPageView(msgspec.Struct, frozen=True, kw_only=True):
     """``--after`` of the next page."""
 
 
+class AttestationRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Who called a partial transcript replayable, and why."""
+
+    by: str
+    why: str
+    revision: int
+    at: datetime
+
+
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     """A run in a list."""
 
@@ -62,7 +71,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     user_id: str
     session_id: str
     app: str
-    created_at: float
+    created_at: datetime
     state: str
     """``queued``, ``open``, or how it ended."""
     reason: str | None
@@ -87,7 +96,7 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     revision: int
     replayable: bool
     origin: Origin | None
-    attestations: Sequence[Attestation]
+    attestations: Sequence[AttestationRow]
     state: dict[str, Any]
     conversations: dict[str, int]
     """Messages of each root run and delegate."""
@@ -131,7 +140,7 @@ def _run_row(record: RunRecord) -> RunRow:
         user_id=record.user_id,
         session_id=record.session_id,
         app=record.app,
-        created_at=record.created_at,
+        created_at=_moment(record.created_at),
         state=state,
         reason=reason,
         parent_run_id=record.parent_run_id,
@@ -165,7 +174,10 @@ def session_view(
         revision=snapshot.revision,
         replayable=snapshot.replayable,
         origin=snapshot.origin,
-        attestations=snapshot.attestations,
+        attestations=[
+            AttestationRow(by=each.by, why=each.why, revision=each.revision, at=_moment(each.at))
+            for each in snapshot.attestations
+        ],
         state=snapshot.state,
         conversations={key: len(bodies) for key, bodies in snapshot.conversations.items()},
         message_count=len(snapshot.history),
@@ -328,8 +340,14 @@ def _argument(value: str) -> str:
     return shlex.quote(shown(value, 1000))
 
 
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+def _moment(seconds: float) -> datetime:
+    """A time that JSON gets as RFC 3339."""
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def _date(moment: datetime) -> str:
+    """In the time zone of whoever looks."""
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _print(table: Table, count: int, what: str) -> None:
