@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from weakref import WeakValueDictionary
 
 from retinue.ended_runs import cancel_receipt, record_settled, record_status, stored_events, unknown_status
 from retinue.errors import (
@@ -129,6 +130,8 @@ class SessionClient:
         self._router = router
         self._in_store: set[tuple[Identity, str]] = set()
         """Runs whose records have the answers, because no process has them any more."""
+        self._queueing: WeakValueDictionary[SessionAddress, asyncio.Lock] = WeakValueDictionary()
+        """Held by whoever is starting a run that may queue."""
 
     def address(self, identity: Identity, session_id: str) -> SessionAddress:
         return SessionAddress(
@@ -141,7 +144,18 @@ class SessionClient:
     # --- runs ---------------------------------------------------------------------------------------------
 
     async def start(self, start: StartRun) -> RunStatus:
-        """Start a run; returns when its record is stored. Safe to repeat, also when the run has ended."""
+        """Start a run; returns when its record is stored. Safe to repeat, also when the run has ended.
+
+        Starts that queue in one session are sent one after the other: messages that are under way together
+        may overtake each other, and their order is what a queue is for.
+        """
+        if start.if_busy != "queue":
+            return await self._start_or_find(start)
+        address = self.address(start.identity, start.session_id)
+        async with self._queueing.setdefault(address, asyncio.Lock()):
+            return await self._start_or_find(start)
+
+    async def _start_or_find(self, start: StartRun) -> RunStatus:
         try:
             return await self._start(start)
         except (SessionConflict, InputError):
