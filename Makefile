@@ -39,8 +39,9 @@ bench: $(STAMP) ## measure, print a table, write build/bench.json
 	@mkdir -p build
 	@exec $(BIN)/python -m benchmarks $(ARGS)
 
-soak: $(STAMP) ## many sessions through one pool: are actors and memory flat? (ARGS="--sessions 100000")
-	@exec $(BIN)/python -m benchmarks.soak $(ARGS)
+soak: $(STAMP) ## many sessions through one pool, a million interleavings of the ledger (ARGS="--sessions 100000")
+	@$(BIN)/python -m benchmarks.soak $(ARGS)
+	@exec $(BIN)/python -m benchmarks.soak_ledger $(LEDGER_ARGS)
 
 clean: ## remove .venv and what was built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -23,8 +23,8 @@ from retinue.children import ChildExecution
 from retinue.client import HostGone
 from retinue.config import RuntimeConfig
 from retinue.ended_runs import empty_budget
-from retinue.execution import error_payload
 from retinue.protocol import ChildOrder, Finished, ParticipantMessage, Rejected, RootReply, SettleModel
+from retinue.results import error_payload
 from retinue.workers import Workers
 
 SILENCE = 20.0

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from retinue.actors.wire import call, encode, read_reply
+from retinue.budgets import UsageReport
 from retinue.feeds import FeedBatch, FeedChanges
 from retinue.messages import Message
 from retinue.protocol import (
+    DecideRequest,
     EventPageReply,
     Fork,
     Forked,
@@ -20,7 +22,7 @@ from retinue.protocol import (
     StartRun,
     VouchFor,
 )
-from retinue.store import StoredSession
+from retinue.store import StoredApproval, StoredSession
 
 
 class RemoteHost:
@@ -38,6 +40,10 @@ class RemoteHost:
 
     async def reply(self, activation_id: str, reply: ReplyInput) -> Receipt:
         return read_reply(await call(self._handle.reply, encode((activation_id, reply))), Receipt)
+
+    async def decide(self, activation_id: str, decision: DecideRequest) -> StoredApproval:
+        data = await call(self._handle.decide, encode((activation_id, decision)))
+        return read_reply(data, StoredApproval)
 
     async def cancel(self, activation_id: str, run_id: str, reason: str) -> Receipt | None:
         data = await call(self._handle.cancel, activation_id, run_id, reason)
@@ -59,6 +65,9 @@ class RemoteHost:
 
     async def update_feed(self, subscriber: str, changes: FeedChanges) -> None:
         read_reply(await call(self._handle.update_feed, encode((subscriber, changes))), None)
+
+    async def usage_report(self, activation_id: str, run_id: str) -> UsageReport:
+        return read_reply(await call(self._handle.usage_report, activation_id, run_id), UsageReport)
 
     async def read(self, activation_id: str) -> StoredSession:
         return read_reply(await call(self._handle.read, activation_id), StoredSession)

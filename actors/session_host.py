@@ -14,13 +14,23 @@ from retinue.actors.store_actor import RemoteEngine
 from retinue.actors.tool_tasks import RayTasks
 from retinue.actors.wire import answered, call, decode, encode, on_loop
 from retinue.apps import AppSpec
+from retinue.budgets import UsageReport
 from retinue.client import HostGone
 from retinue.feeds import FeedChanges
 from retinue.hooks import DeactivationReason
 from retinue.host import Host
 from retinue.ids import new_id
 from retinue.messages import Message
-from retinue.protocol import Fork, Receipt, ReplyInput, RunStatus, SendInput, StartRun, VouchFor
+from retinue.protocol import (
+    DecideRequest,
+    Fork,
+    Receipt,
+    ReplyInput,
+    RunStatus,
+    SendInput,
+    StartRun,
+    VouchFor,
+)
 from retinue.storage import this_process
 from retinue.store import Store
 from retinue.workers import Workers
@@ -133,6 +143,9 @@ class SessionHostActor:
     async def _reply(self, activation_id: str, reply: ReplyInput) -> Receipt:
         return self.host.reply(activation_id, reply)
 
+    async def decide(self, data: bytes) -> bytes:
+        return await answered(self.host.decide(*decode(data, tuple[str, DecideRequest])))
+
     async def cancel(self, activation_id: str, run_id: str, reason: str) -> bytes:
         return await answered(self._cancel(activation_id, run_id, reason))
 
@@ -150,6 +163,12 @@ class SessionHostActor:
 
     async def _status(self, activation_id: str, run_id: str) -> RunStatus:
         return self.host.status(activation_id, run_id)
+
+    async def usage_report(self, activation_id: str, run_id: str) -> bytes:
+        return await answered(self._usage_report(activation_id, run_id))
+
+    async def _usage_report(self, activation_id: str, run_id: str) -> UsageReport:
+        return self.host.usage_report(activation_id, run_id)
 
     async def read(self, activation_id: str) -> bytes:
         return await answered(self.host.read(activation_id))

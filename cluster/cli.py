@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from retinue.cluster import listing_cli
+from retinue.cluster import approvals_cli, listing_cli
 from retinue.cluster.command import NOT_UP, Address, Json, errors_as_messages, print_json
 from retinue.cluster.demo import DEFAULT_DELEGATES, DEFAULT_MAX_TOKENS, DemoOptions
 
@@ -34,6 +34,7 @@ Namespace = Annotated[str, typer.Option("--namespace", metavar="NAME", help="Ray
 
 
 listing_cli.mount(app)
+approvals_cli.mount(app)
 
 
 def main() -> NoReturn:

@@ -1,4 +1,4 @@
-"""Lists of actors, sessions and runs: as JSON, and as tables for people."""
+"""Lists of actors, sessions, runs and approvals: as JSON, and as tables for people."""
 
 from __future__ import annotations
 
@@ -14,13 +14,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from retinue.approval_records import approval_of
 from retinue.cluster.run_lines import quoted, shown
 from retinue.errors import DamagedRecord
 from retinue.events import RunTerminal, decode_event
 from retinue.ids import SessionAddress
+from retinue.json_values import encode_json
 from retinue.messages import Message
 from retinue.snapshots import decode_session
-from retinue.store import Origin, RunPage, RunRecord, SessionSummary, StoredSession
+from retinue.store import (
+    ApprovalPage,
+    Origin,
+    RunPage,
+    RunRecord,
+    SessionSummary,
+    StoredApproval,
+    StoredSession,
+)
 
 if TYPE_CHECKING:
     from retinue.actors.listing import ActorPage, ActorRow
@@ -85,6 +95,37 @@ class RunPageView(msgspec.Struct, frozen=True, kw_only=True):
     runs: Sequence[RunRow]
     next: int | None
     """``--before`` of the next page."""
+
+
+class ApprovalRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for approval in a list."""
+
+    approval_id: str
+    state: str
+    tool_name: str
+    arguments: dict[str, Any]
+    """As they were shown; cut where they are long."""
+    digest: str
+    asked_because: str
+    tenant_id: str
+    user_id: str
+    session_id: str
+    root_run_id: str
+    run_id: str
+    """Of the run or delegate that asks."""
+    agent_name: str
+    requested_at: datetime
+    expires_at: datetime
+    decided_at: datetime | None
+    by: str
+    reason: str
+    """Of the decision."""
+
+
+class ApprovalPageView(msgspec.Struct, frozen=True, kw_only=True):
+    approvals: Sequence[ApprovalRow]
+    next: int | None
+    """``--after`` of the next page."""
 
 
 class SessionView(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +197,35 @@ def _outcome(body: bytes) -> tuple[str, str | None]:
         return "unreadable", DamagedRecord.code
     assert isinstance(payload, RunTerminal)
     return payload.result.status, payload.result.reason.code if payload.result.reason else None
+
+
+def approval_page(page: ApprovalPage) -> ApprovalPageView:
+    return ApprovalPageView(approvals=[approval_row(each) for each in page.approvals], next=page.next)
+
+
+def approval_row(stored: StoredApproval) -> ApprovalRow:
+    """Raises :class:`DamagedRecord` where the request cannot be read."""
+    approval = approval_of(stored)
+    request = approval.request
+    return ApprovalRow(
+        approval_id=request.id,
+        state=approval.state,
+        tool_name=request.tool_name,
+        arguments=request.arguments,
+        digest=request.digest,
+        asked_because=request.reason,
+        tenant_id=request.tenant_id,
+        user_id=request.user_id,
+        session_id=request.session_id,
+        root_run_id=request.root_run_id,
+        run_id=request.run_id,
+        agent_name=request.agent_name,
+        requested_at=_moment(request.requested_at),
+        expires_at=_moment(request.expires_at),
+        decided_at=None if approval.decided_at is None else _moment(approval.decided_at),
+        by=approval.by,
+        reason=approval.reason,
+    )
 
 
 def session_view(
@@ -297,6 +367,32 @@ def print_runs(page: RunPageView) -> None:
     _print(_run_table(page.runs, whose=True), len(page.runs), "run")
     if page.next is not None:
         _console().print(f"More: --before {page.next}")
+
+
+def print_approvals(page: ApprovalPageView) -> None:
+    table = _table("approval", "tenant", "user", "session", "tool", "why", "expires", "state")
+    for row in page.approvals:
+        asker = f"{row.agent_name}: " if row.agent_name else ""
+        by = f" by {row.by}" if row.by else ""
+        because = f": {row.reason}" if row.reason else ""
+        table.add_row(
+            _text(row.approval_id),
+            _text(row.tenant_id),
+            _text(row.user_id),
+            _text(row.session_id),
+            _text(f"{asker}{row.tool_name} {encode_json(row.arguments).decode()}"),
+            _text(row.asked_because),
+            _date(row.expires_at),
+            _text(f"{row.state}{by}{because}"),
+        )
+    _print(table, len(page.approvals), "request")
+    if page.next is not None:
+        _console().print(f"More: --after {page.next}")
+
+
+def print_decision(row: ApprovalRow) -> None:
+    by = f" by {shown(row.by)}" if row.by else ""
+    _console().print(f"{row.state.capitalize()}{by}: {shown(row.tool_name)} of {shown(row.root_run_id)}")
 
 
 def _run_table(rows: Sequence[RunRow], *, whose: bool) -> Table:

@@ -10,8 +10,13 @@ import typer
 from retinue.cluster.view import View
 from retinue.errors import NotFound
 from retinue.events import (
+    ApprovalRequested,
+    ApprovalResolved,
     ChildFinished,
     ChildStarted,
+    CompactionCompleted,
+    CompactionFailed,
+    CompactionStarted,
     Completion,
     Control,
     Custom,
@@ -107,6 +112,19 @@ def _said(event: Event) -> str:
             return f"{live.mode} {shown(live.input_id)}"
         case Completion() as decided:
             return f"{decided.action}: {shown(decided.reason)}"
+        case ApprovalRequested(request=request):
+            return f"{shown(request.tool_name)} {quoted(_json(request.arguments))} ({shown(request.id)})"
+        case ApprovalResolved() as resolved:
+            by = f" by {shown(resolved.by)}" if resolved.by else ""
+            why = f": {shown(resolved.reason)}" if resolved.reason else ""
+            return f"{resolved.state}{by}{why} ({shown(resolved.approval_id)})"
+        case CompactionStarted() as compaction:
+            return f"{shown(compaction.policy_id)}, {compaction.before_tokens} tokens"
+        case CompactionCompleted() as compaction:
+            tokens = f"{compaction.before_tokens} to {compaction.after_tokens} tokens"
+            return f"{shown(compaction.policy_id)}, {tokens}"
+        case CompactionFailed() as compaction:
+            return f"{shown(compaction.policy_id)}: {shown(compaction.reason)}"
         case MessageStarted() as message:
             return message.phase
         case MessageCompleted(message=message):

@@ -12,9 +12,12 @@ from retinue.abilities import Ability, AbilityBinding, PromptFragment
 from retinue.agent_defaults import AgentDefaults, Limits
 from retinue.agent_driver import agent_driver
 from retinue.agents import Agent
-from retinue.budgets import Budgets, BudgetSnapshot, Usage
+from retinue.approvals import Approval, ApprovalRequest, Approvals
+from retinue.budgets import Budgets, BudgetSnapshot, RoleLimits, Usage, UsageReport
 from retinue.completion import CompletionCandidate, CompletionDecision, CompletionPolicy
 from retinue.config import ModelBinding, RuntimeConfig
+from retinue.context_policies import ContextPolicy, Conversation, Projection, Provenance
+from retinue.controllers import Step, StepController, StepOverrides
 from retinue.drivers import DriverCapabilities, ExecutionDriver, RunRequest
 from retinue.grants import Grants
 from retinue.handles import RunHandle
@@ -37,15 +40,21 @@ from retinue.models import (
     UsagePiece,
     capabilities_of,
 )
+from retinue.policies import CallUnderReview, Decision, ExecutionPolicy
+from retinue.policy_context import PolicyContext
+from retinue.prices import Price, PriceTable
 from retinue.protocol import InputReply, Receipt
+from retinue.reflection import reflection_policy
 from retinue.resources import Resource
 from retinue.results import DriverOutput, Reason, RunResult
 from retinue.run_input import RUN_INPUT_LIMITS, parse_run_input, validate_run_input
 from retinue.runtime import Runtime
 from retinue.services import ExecutionServices
 from retinue.snapshots import SessionSnapshot
+from retinue.summary_context import summary_context_policy
 from retinue.team_driver import team_driver
 from retinue.teams import Team
+from retinue.telemetry import TelemetryEvent, TelemetryObserver
 from retinue.tool_context import TaskContext, ToolContext
 from retinue.tool_options import ToolOptions
 from retinue.tools import Tool, tool
@@ -59,14 +68,22 @@ __all__ = [
     "AbilityBinding",
     "Agent",
     "AgentDefaults",
+    "Approval",
+    "ApprovalRequest",
+    "Approvals",
     "BudgetSnapshot",
     "Budgets",
+    "CallUnderReview",
     "CompletionCandidate",
     "CompletionDecision",
     "CompletionPolicy",
+    "ContextPolicy",
+    "Conversation",
+    "Decision",
     "DriverCapabilities",
     "DriverOutput",
     "ExecutionDriver",
+    "ExecutionPolicy",
     "ExecutionServices",
     "FinishPiece",
     "Grants",
@@ -81,11 +98,17 @@ __all__ = [
     "ModelRequest",
     "ModelResponse",
     "ModelStream",
+    "PolicyContext",
+    "Price",
+    "PriceTable",
+    "Projection",
     "PromptFragment",
+    "Provenance",
     "PublicItem",
     "Reason",
     "Receipt",
     "Resource",
+    "RoleLimits",
     "RunHandle",
     "RunRequest",
     "RunResult",
@@ -94,9 +117,14 @@ __all__ = [
     "SessionHooks",
     "SessionInfo",
     "SessionSnapshot",
+    "Step",
+    "StepController",
+    "StepOverrides",
     "StreamingModelClient",
     "TaskContext",
     "Team",
+    "TelemetryEvent",
+    "TelemetryObserver",
     "TextPiece",
     "Tool",
     "ToolCall",
@@ -105,11 +133,14 @@ __all__ = [
     "ToolOptions",
     "Usage",
     "UsagePiece",
+    "UsageReport",
     "agent_driver",
     "capabilities_of",
     "connect",
     "parse_run_input",
+    "reflection_policy",
     "request_input_tool",
+    "summary_context_policy",
     "team_driver",
     "tool",
     "validate_run_input",

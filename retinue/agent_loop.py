@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from retinue.agent_context import AgentContext
-from retinue.agents import DEFAULT_CHILD_DEPTH, DEFAULT_TOOL_ROUNDTRIPS, TOOL_CONCURRENCY, Agent
+from retinue.agents import DEFAULT_CHILD_DEPTH, DEFAULT_TOOL_ROUNDTRIPS, Agent
 from retinue.errors import BudgetExhausted, ModelFailed, RetinueError, ValidationFailed
 from retinue.events import PublicMessage
 from retinue.messages import Content, Message, ToolCall, system, tool_result, user
@@ -23,6 +23,7 @@ from retinue.models import ModelResponse, TextPiece
 from retinue.results import DriverOutput
 from retinue.services import ExecutionServices
 from retinue.task_tool import task_tool
+from retinue.tool_calls import CallRules, check_batch
 from retinue.tools import Tool, ToolResult
 from retinue.workers import in_thread
 
@@ -106,15 +107,10 @@ class AgentRun:
 
     async def run_tools(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult]:
         """The results of a batch, in the order of its calls, once all are there."""
-        results: list[ToolResult] = []
-        for start in range(0, len(calls), TOOL_CONCURRENCY):
-            async with asyncio.TaskGroup() as group:
-                batch = [
-                    group.create_task(self.services.dispatch(call, tools=self.tools))
-                    for call in calls[start : start + TOOL_CONCURRENCY]
-                ]
-            results.extend(task.result() for task in batch)
-        return results
+        rules = CallRules(
+            tools=self.tools, policy=self.agent.execution_policy, max_repeats=self.agent.max_repeated_calls
+        )
+        return await self.services.dispatch_batch(calls, rules=rules)
 
     def count_round(self) -> None:
         """One more round of tools, or the error that ends the run before any of them runs."""
@@ -145,7 +141,9 @@ class Turn:
         self._conversation = self._services.history
         self._unrecorded: list[Message] = []
         """What was said to the agent and not answered yet."""
-        self._hear(input)
+        said_before = self._services.request.resumes is not None and user(input) in self._conversation
+        if not said_before:
+            self._hear(input)
 
     async def go(self) -> DriverOutput:
         try:
@@ -157,6 +155,8 @@ class Turn:
     async def _work(self) -> DriverOutput:
         run, services = self._run, self._services
         final: str | None = None
+        if (answered := self._answered_before()) is not None:
+            return DriverOutput(text=answered)
         while True:
             while (steer := await services.take_input()) is not None:
                 self._hear(steer)
@@ -185,6 +185,14 @@ class Turn:
             services.emit_text(text)
         return DriverOutput(text=text)
 
+    def _answered_before(self) -> str | None:
+        """The answer of the run that this one goes on with, where only what came after it is missing."""
+        last = self._conversation[-1] if self._conversation else None
+        resumes = self._services.request.resumes is not None and not self._unrecorded
+        if not resumes or last is None or last.role != "assistant" or last.tool_calls:
+            return None
+        return last.text
+
     def _hear(self, content: Content) -> None:
         message = user(content)
         self._conversation.append(message)
@@ -208,13 +216,6 @@ def check_answer(name: str, response: ModelResponse) -> None:
             "was run"
         )
     check_batch(response.tool_calls)
-
-
-def check_batch(calls: Sequence[ToolCall]) -> None:
-    """Raise ``ModelFailed`` unless the ids of a batch are nonempty and unique; nothing is run then."""
-    ids = [call.id for call in calls]
-    if not all(ids) or len(set(ids)) != len(ids):
-        raise ModelFailed(f"the model gave tool calls with empty or repeated ids: {ids}")
 
 
 def is_commentary(messages: Sequence[PublicMessage]) -> bool:

@@ -9,6 +9,7 @@ from typing import Literal
 from retinue.agent_defaults import check_count, check_paths, check_skill_dirs
 from retinue.errors import ValidationFailed
 from retinue.models import ModelClient
+from retinue.policies import ExecutionPolicy
 from retinue.tools import IDENTIFIER, Tool, check_kind, check_tools
 
 DEFAULT_MAX_OUTPUT_TOKENS = 1024
@@ -51,6 +52,12 @@ class Agent:
     one. The tool must be granted."""
     max_child_depth: int | None = None
     """Levels of such agents below the root, :data:`DEFAULT_CHILD_DEPTH` by default; 0 disables the tool."""
+    execution_policy: ExecutionPolicy | None = None
+    """Decides about this agent's tool calls where it runs, beside the app's policy; the stricter one
+    holds."""
+    max_repeated_calls: int | None = None
+    """Times that the agent may make one tool call with the same arguments in a row; then it is told to go on
+    in another way. Unlimited by default."""
     on_close: Callable[[], Awaitable[None] | None] | None = None
     """Called once at the end of a run that owns this agent; see :func:`retinue.agent_driver`."""
 
@@ -70,7 +77,7 @@ class Agent:
         path = f"agent.{self.name}"
         check_kind(f"{path}.instructions", self.instructions, str)
         check_kind(f"{path}.description", self.description, str)
-        for name in ("max_tool_roundtrips", "max_child_depth"):
+        for name in ("max_tool_roundtrips", "max_child_depth", "max_repeated_calls"):
             check_count(f"{path}.{name}", getattr(self, name))
         if self.max_output_tokens is not None:
             check_kind(f"{path}.max_output_tokens", self.max_output_tokens, int)
@@ -88,6 +95,8 @@ class Agent:
             object.__setattr__(self, "context_files", files)
         if self.subagents is not None and not isinstance(self.subagents, bool):
             object.__setattr__(self, "subagents", _check_subagents(f"{path}.subagents", self.subagents))
+        if self.execution_policy is not None:
+            check_kind(f"{path}.execution_policy", self.execution_policy, ExecutionPolicy)
         if self.on_close is not None:
             check_kind(f"{path}.on_close", self.on_close, Callable)
 

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 from weakref import WeakValueDictionary
 
-from retinue.ended_runs import cancel_receipt, record_settled, record_status, stored_events, unknown_status
+from retinue.budgets import UsageReport
+from retinue.ended_runs import (
+    cancel_receipt,
+    record_settled,
+    record_status,
+    stored_decision,
+    stored_events,
+    stored_usage,
+    unknown_status,
+)
 from retinue.errors import (
     InputError,
     LeaseLost,
@@ -25,6 +34,7 @@ from retinue.feeds import STATUS_PERIOD
 from retinue.ids import Identity, SessionAddress
 from retinue.messages import Message
 from retinue.protocol import (
+    DecideRequest,
     EventPageReply,
     Fork,
     Forked,
@@ -36,7 +46,7 @@ from retinue.protocol import (
     StartRun,
     VouchFor,
 )
-from retinue.store import RunRecord, Store, StoredArtifact, StoredSession
+from retinue.store import RunRecord, Store, StoredApproval, StoredArtifact, StoredSession
 
 if TYPE_CHECKING:
     from retinue.following import HostFeed
@@ -65,6 +75,8 @@ class HostPort(Protocol):
 
     async def reply(self, activation_id: str, reply: ReplyInput) -> Receipt: ...
 
+    async def decide(self, activation_id: str, decision: DecideRequest) -> StoredApproval: ...
+
     async def cancel(self, activation_id: str, run_id: str, reason: str) -> Receipt | None: ...
 
     async def result(self, activation_id: str, run_id: str) -> Settled: ...
@@ -72,6 +84,8 @@ class HostPort(Protocol):
     async def events(self, activation_id: str, run_id: str, after: int, limit: int) -> EventPageReply: ...
 
     async def status(self, activation_id: str, run_id: str) -> RunStatus: ...
+
+    async def usage_report(self, activation_id: str, run_id: str) -> UsageReport: ...
 
     async def read(self, activation_id: str) -> StoredSession: ...
 
@@ -205,6 +219,30 @@ class SessionClient:
 
         return await self.at_run(identity, session_id, reply.run_id, send, _too_late)
 
+    async def decide(self, identity: Identity, session_id: str, decision: DecideRequest) -> StoredApproval:
+        """A decision about a call that waits for approval; the same one again gives the same outcome.
+
+        Raises:
+            InputError: ``input_already_resolved``: it was settled otherwise; ``state`` and ``by`` say how.
+            NotFound: this user has no such run, or that run has no such request.
+        """
+
+        async def send(located: Located) -> StoredApproval | NotFound:
+            try:
+                return await located.host.decide(located.activation_id, decision)
+            except NotFound as error:
+                if "approval_id" in error.data:  # the run is there, so nobody needs to look elsewhere
+                    return error
+                raise
+
+        async def stored(record: RunRecord) -> StoredApproval | NotFound:
+            return await stored_decision(self.store, identity, decision)
+
+        answer = await self.at_run(identity, session_id, decision.run_id, send, stored)
+        if isinstance(answer, NotFound):
+            raise answer
+        return answer
+
     async def cancel(self, identity: Identity, session_id: str, run_id: str, reason: str) -> Receipt:
         """Cancel a run; nothing happens to one that has ended."""
         address = self.address(identity, session_id)
@@ -269,6 +307,18 @@ class SessionClient:
 
         async def ended(record: RunRecord) -> RunStatus:
             return record_status(record)
+
+        return await self.at_run(identity, session_id, run_id, ask, ended)
+
+    async def usage_report(self, identity: Identity, session_id: str, run_id: str) -> UsageReport | None:
+        """What a run used so far, or in all; ``None`` for one whose ledger was lost with its process."""
+
+        async def ask(located: Located) -> UsageReport | None:
+            return await located.host.usage_report(located.activation_id, run_id)
+
+        async def ended(record: RunRecord) -> UsageReport | None:
+            address = self.address(identity, record.session_id)
+            return await stored_usage(self.store, address, record)
 
         return await self.at_run(identity, session_id, run_id, ask, ended)
 

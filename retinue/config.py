@@ -6,21 +6,28 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypedDict, get_args
 
 from retinue.abilities import Ability, check_abilities
 from retinue.agent_defaults import AgentDefaults, Limits, check_project_root
+from retinue.approvals import Approvals
 from retinue.budgets import Budgets
 from retinue.clocks import check_seconds
 from retinue.completion import CompletionPolicy
+from retinue.context_policies import ContextPolicy
+from retinue.controllers import StepController
 from retinue.drivers import ExecutionDriver, check_driver
 from retinue.errors import ValidationFailed
 from retinue.event_log import DEFAULT_CAPACITY, check_capacity
 from retinue.grants import Grants
 from retinue.hooks import SessionHooks
 from retinue.models import ModelClient, ModelRequest
+from retinue.policies import ExecutionPolicy
+from retinue.prices import PriceTable
+from retinue.telemetry import TelemetryObserver, check_observers
 from retinue.tools import Tool, check_kind, check_tools
 
+ToolBatches = Literal["first_n", "all_or_nothing"]
 EstimateInputTokens = Callable[[ModelRequest, ModelClient], int]
 
 
@@ -62,6 +69,21 @@ class RuntimeConfig:
     """Judges every completed turn: accept it, send it back, or stop; accepted by default."""
     allow_revision_effects: bool = False
     """Tools and effects may run after a completion policy has sent the work back."""
+    execution_policy: ExecutionPolicy | None = None
+    """Allows, denies or asks about every tool call and effect, at the root of the run; allowed by default."""
+    approvals: Approvals | None = None
+    """Who must approve which calls. Without it, what asks for an approval is denied."""
+    controller: StepController | None = None
+    """Has a say before the run and before each task model call."""
+    context_policy: ContextPolicy | None = None
+    """Projects the conversation of each task model call; sent whole by default."""
+    prices: PriceTable | None = None
+    """What models cost; needed for limits in money."""
+    tool_batches: ToolBatches = "first_n"
+    """What runs of a batch of tool calls that is over the limit: the first that fit, or none of them
+    (``all_or_nothing``)."""
+    telemetry: Sequence[TelemetryObserver] = ()
+    """Told of what happens, without any content, in the process where it happens."""
     hooks: SessionHooks = field(default_factory=SessionHooks)
     """Called when a session comes to life in a process, and when it leaves."""
     resource_idle_limit: float | None = None
@@ -93,6 +115,25 @@ class RuntimeConfig:
         check_kind("config.allow_revision_effects", self.allow_revision_effects, bool)
         if self.completion_policy is not None:
             check_kind("config.completion_policy", self.completion_policy, CompletionPolicy)
+        for member, kind in (
+            ("execution_policy", ExecutionPolicy),
+            ("approvals", Approvals),
+            ("controller", StepController),
+            ("context_policy", ContextPolicy),
+            ("prices", PriceTable),
+        ):
+            if getattr(self, member) is not None:
+                check_kind(f"config.{member}", getattr(self, member), kind)
+        if self.tool_batches not in get_args(ToolBatches):
+            raise ValidationFailed(
+                f"config.tool_batches must be 'first_n' or 'all_or_nothing', not {self.tool_batches!r:.80}",
+                path="config.tool_batches",
+            )
+        if self.prices is None and _limits_money(self.budgets):
+            raise ValidationFailed(
+                "a limit in money needs config.prices, a PriceTable", path="config.budgets.max_cost"
+            )
+        object.__setattr__(self, "telemetry", check_observers("config.telemetry", self.telemetry))
         if self.resource_idle_limit is not None:
             check_kind("config.resource_idle_limit", self.resource_idle_limit, int | float)
             if not 0 < self.resource_idle_limit < math.inf:
@@ -121,6 +162,11 @@ class RuntimeConfig:
         for name in ("active_timeout", "input_timeout"):
             check_seconds(f"config.{name}", getattr(self, name))
 
+    @property
+    def prepares_steps(self) -> bool:
+        """Whether something has a say before a task model call."""
+        return self.controller is not None or self.context_policy is not None
+
     def binding(self, role: str) -> ModelBinding | None:
         """The model bound to a role, if any."""
         found = self.models.get(role)
@@ -142,6 +188,13 @@ class ConfigMembers(TypedDict, total=False):
     input_timeout: float | None
     completion_policy: CompletionPolicy | None
     allow_revision_effects: bool
+    execution_policy: ExecutionPolicy | None
+    approvals: Approvals | None
+    controller: StepController | None
+    context_policy: ContextPolicy | None
+    prices: PriceTable | None
+    tool_batches: ToolBatches
+    telemetry: Sequence[TelemetryObserver]
     hooks: SessionHooks
     resource_idle_limit: float | None
     child_text: bool
@@ -150,6 +203,10 @@ class ConfigMembers(TypedDict, total=False):
     defaults: AgentDefaults
     project_root: str | None
     name: str
+
+
+def _limits_money(budgets: Budgets) -> bool:
+    return budgets.max_cost is not None or any(role.max_cost is not None for role in budgets.roles.values())
 
 
 def _binding(role: str, model: object) -> ModelBinding:

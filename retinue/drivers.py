@@ -54,6 +54,10 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Epoch seconds."""
     grants: Grants
     run_mode: RunMode = "execute"
+    resumes: str | None = None
+    """Id of the run that this one goes on with; its input is in history already. ``None`` for a new task."""
+    trace: dict[str, str] = msgspec.field(default_factory=dict)
+    """W3C trace context of the run or delegate."""
 
 
 @runtime_checkable

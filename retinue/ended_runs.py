@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, cast
 
-from retinue.budgets import BudgetSnapshot, ResourceSnapshot
+import msgspec
+
+from retinue.approval_records import check_same, unknown_approval
+from retinue.budgets import (
+    BudgetSnapshot,
+    ParticipantUsage,
+    ResourceSnapshot,
+    UsageFigures,
+    UsageReport,
+)
 from retinue.errors import EventGap, InputError
 from retinue.events import EventsLost, RunTerminal, decode_event
-from retinue.ids import Identity
-from retinue.protocol import EventPageReply, Receipt, RunState, RunStatus, Settled
-from retinue.store import RunRecord, Store
+from retinue.ids import Identity, SessionAddress
+from retinue.protocol import DecideRequest, EventPageReply, Receipt, RunState, RunStatus, Settled
+from retinue.store import RunRecord, Store, StoredApproval
 
 
 def record_settled(record: RunRecord) -> Settled:
@@ -69,6 +78,56 @@ def _covered(events: Sequence[tuple[int, bytes]], after: int) -> bool:
         return False
     payload = decode_event(events[0][1]).payload
     return isinstance(payload, EventsLost) and payload.first <= after + 1
+
+
+async def stored_decision(store: Store, identity: Identity, decision: DecideRequest) -> StoredApproval:
+    """What a decision about a call of an ended run gives: the outcome that stands.
+
+    Raises:
+        NotFound: that run had no such request.
+        InputError: ``input_already_resolved``: it was settled in another way.
+    """
+    stands = await store.read_approval(identity, decision.approval_id)
+    if stands is None or stands.run_id != decision.run_id:
+        raise unknown_approval(decision.approval_id)
+    check_same(stands, decision)
+    return stands
+
+
+async def stored_usage(store: Store, address: SessionAddress, record: RunRecord) -> UsageReport | None:
+    """What an ended run used: its own report where it had delegates, else what its result says.
+
+    ``None`` for a run whose ledger was lost with its process: unknown is not zero.
+    """
+    kept = await store.read_artifact(address, usage_artifact(record.run_id))
+    if kept is not None:
+        return msgspec.json.decode(kept.data, type=UsageReport)
+    result = record_settled(record).result
+    budget = result.budget
+    if budget is None:
+        return None
+    unknown = budget.unknown_usage_calls - budget.estimated_usage_calls
+    figures = UsageFigures(
+        usage=result.usage,
+        charged_tokens=budget.tokens.used,
+        exact_calls=budget.model_calls.used - budget.unknown_usage_calls,
+        estimated_calls=budget.estimated_usage_calls,
+        unknown_calls=unknown,
+        tool_attempts=budget.tool_calls.used,
+        cost=None if budget.money is None else budget.money.used,
+    )
+    root = ParticipantUsage(run_id=record.run_id, own=figures, subtree=figures)
+    return UsageReport(
+        complete=True,
+        tree=figures,
+        participants=(root,),
+        tools={name: tool.used for name, tool in budget.tools.items() if tool.used},
+    )
+
+
+def usage_artifact(run_id: str) -> str:
+    """Id of the artifact with the :class:`retinue.budgets.UsageReport` of a run that had delegates."""
+    return f"{run_id}:usage"
 
 
 def cancel_receipt(outcome: Literal["deferred", "returned"], status: RunStatus) -> Receipt:

@@ -11,6 +11,7 @@
     ├── AccessDenied         access_denied        a grant does not cover the call
     ├── ToolFailed           tool_failed          a tool or effect raised, or was denied
     ├── ModelFailed          model_failed         a provider refused, failed or answered nonsense
+    ├── CompactionFailed     compaction_failed    a request cannot be made to fit
     ├── NotFound             not_found            no such run, for this identity
     ├── Overloaded           overloaded           the cluster has no room now
     ├── StoreUnavailable     store_unavailable    the store cannot be opened or does not answer
@@ -36,6 +37,7 @@ __all__ = [
     "BudgetExhausted",
     "ChildLost",
     "ClusterUnreachable",
+    "CompactionFailed",
     "DamagedRecord",
     "EventGap",
     "InputError",
@@ -134,8 +136,10 @@ class EventGap(RetinueError):
 class BudgetExhausted(RetinueError):
     """The budget does not cover this call.
 
-    Raised by ``services.model`` and ``services.control_model``. ``resource`` is ``model_calls`` or
-    ``tokens``, ``remaining`` what is left of it. Uncaught, it ends the run as ``stopped``.
+    Raised by ``services.model``, ``control_model`` and ``finish_model``. ``resource`` is ``model_calls``,
+    ``tokens`` or ``money``, ``remaining`` what is left of it, ``scope`` whose limit it is (``run``,
+    ``delegate:<name>``, with ``/role:<role>`` for a role's). Uncaught, it ends the run as ``stopped``; these
+    data are then in ``result.reason.data``, and ``runtime.resume(run, top_up=...)`` goes on.
     """
 
     code = "budget_exhausted"
@@ -199,9 +203,10 @@ class ModelFailed(RetinueError):
     """The model provider did not give a usable answer.
 
     Raised by ``services.model``, and by model clients. ``started`` is false when the provider certainly did
-    not begin (unreachable, or it refused the request): nothing is charged then. ``usage`` is what the
-    provider reported all the same, as a mapping of :class:`retinue.Usage` fields; without it a started call
-    is charged with what was reserved for it.
+    not begin (unreachable, or it refused the request): nothing is charged then. ``retryable`` is true when
+    the same call may well succeed later, after ``retry_after`` seconds where the provider says. ``usage`` is
+    what the provider reported all the same, as a mapping of :class:`retinue.Usage` fields; without it a
+    started call is charged with what was reserved for it.
     """
 
     code = "model_failed"
@@ -209,6 +214,24 @@ class ModelFailed(RetinueError):
     @property
     def started(self) -> bool:
         return bool(self.data.get("started", True))
+
+    @property
+    def retryable(self) -> bool:
+        return bool(self.data.get("retryable", False))
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds; ``None`` where the provider does not say."""
+        return self.data.get("retry_after")
+
+
+class CompactionFailed(RetinueError):
+    """A conversation cannot be shortened to what the model may be sent.
+
+    Raised by a context policy; uncaught, it fails the run.
+    """
+
+    code = "compaction_failed"
 
 
 class NotFound(RetinueError):

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from retinue.approvals import ApprovalRequest, ApprovalState
 from retinue.budgets import Usage
 from retinue.errors import InputError
 from retinue.json_values import encode_json
@@ -116,6 +117,52 @@ class Completion(msgspec.Struct, frozen=True, tag_field="type", tag="completion"
     reason: str
 
 
+class CompactionStarted(msgspec.Struct, frozen=True, tag_field="type", tag="compaction.started"):
+    """A context policy shortens a request that is too long; the three events of one have one id."""
+
+    compaction_id: str
+    policy_id: str
+    before_tokens: int
+
+
+class CompactionCompleted(msgspec.Struct, frozen=True, tag_field="type", tag="compaction.completed"):
+    """The request was shortened; history is unchanged."""
+
+    compaction_id: str
+    policy_id: str
+    before_tokens: int
+    after_tokens: int
+
+
+class CompactionFailed(msgspec.Struct, frozen=True, tag_field="type", tag="compaction.failed"):
+    """The request could not be shortened, or the run was cancelled meanwhile."""
+
+    compaction_id: str
+    policy_id: str
+    before_tokens: int
+    reason: str
+    """At most 1,024 characters."""
+
+
+CompactionPayload = CompactionStarted | CompactionCompleted | CompactionFailed
+
+
+class ApprovalRequested(msgspec.Struct, frozen=True, tag_field="type", tag="tool.approval.request"):
+    """A call waits for a decision; the request is stored before anybody sees this."""
+
+    request: ApprovalRequest
+
+
+class ApprovalResolved(msgspec.Struct, frozen=True, tag_field="type", tag="tool.approval.resolved"):
+    """A call waits no longer."""
+
+    approval_id: str
+    state: ApprovalState
+    by: str = ""
+    """Who decided; empty where time or the end of the run did."""
+    reason: str = ""
+
+
 class MessageStarted(msgspec.Struct, frozen=True, tag_field="type", tag="message.started"):
     """A public message begins; its pieces and its end carry the same id."""
 
@@ -195,6 +242,7 @@ Payload = (
     RunStarted | RunTerminal | TextDelta | ModelComplete | ToolComplete | ToolProgress | Control
     | InputRequested | InputResolved | RunResumed | InputReceived | InputApplied | Completion
     | MessageStarted | MessageDelta | MessageCompleted | MessageFailed | ChildStarted | ChildFinished
+    | CompactionStarted | CompactionCompleted | CompactionFailed | ApprovalRequested | ApprovalResolved
     | EventsLost | Custom
 )  # fmt: skip
 
@@ -214,6 +262,11 @@ _FROM_RUNTIME_ONLY = (
     # What was spent is read from these after a crash: nobody else may say it.
     ModelComplete,
     ToolComplete,
+    CompactionStarted,
+    CompactionCompleted,
+    CompactionFailed,
+    ApprovalRequested,
+    ApprovalResolved,
 )
 
 

@@ -9,7 +9,6 @@ A root may take several turns; a delegate has one. What a turn started has settl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import dataclasses
 from typing import Any
@@ -22,19 +21,20 @@ from retinue.completion import CompletionCandidate, CompletionDecision
 from retinue.drivers import ExecutionDriver, RunRequest
 from retinue.errors import RetinueError
 from retinue.json_values import encode_json
-from retinue.messages import Content, check_structure, escape_surrogates
+from retinue.messages import Content, check_structure
 from retinue.protocol import (
     Began,
     EndTurn,
     Finished,
     NextTurn,
+    PrepareRun,
     Revise,
     Revision,
     TakenInput,
     decode_output,
     encode_output,
 )
-from retinue.results import DriverOutput, Reason
+from retinue.results import DriverOutput, Reason, error_payload
 from retinue.services import ExecutionServices
 
 
@@ -83,6 +83,8 @@ class DriverExecution:
             work = agent_driver(work)
         if services.participant == "":
             await self._bind()
+            if services.config.controller is not None:
+                await services.ask(PrepareRun())
             services.tell(Began())
         request = self._request
         while True:
@@ -222,7 +224,7 @@ class DriverExecution:
             output=output,
             error=error,
             cancelled=cancelled,
-            transcript=() if self._services.participant == "" else tuple(self._services.transcript),
+            transcript=() if self._services.participant == "" else tuple(self._services.transcript.recorded),
         )
 
     def _with_state(self, finished: Finished, before: bytes) -> Finished:
@@ -248,20 +250,3 @@ def _encoded(output: DriverOutput, driver_id: str) -> bytes:
             f"driver {driver_id} returned a bad output: {error}", code="execution_failed"
         ) from None
     return encoded
-
-
-def error_payload(error: BaseException) -> dict[str, Any]:
-    """An error that escaped, for another process: its code and text, never its traceback.
-
-    Of a group, the first one counts, so that a refusal in a task group is still a refusal. Text that UTF-8
-    cannot carry, or data that is no JSON, must not keep it from arriving.
-    """
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    reason = Reason.of(error)
-    if isinstance(error, RetinueError):
-        with contextlib.suppress(Exception):
-            payload = error.to_payload()
-            msgspec.json.encode(payload)
-            return payload
-    return {"code": escape_surrogates(str(reason.code)), "message": escape_surrogates(reason.message)}

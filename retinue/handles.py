@@ -10,7 +10,9 @@ import time
 from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from retinue.budgets import BudgetSnapshot
+from retinue.approval_records import approval_of, check_decision
+from retinue.approvals import Approval, ApprovalRequest
+from retinue.budgets import BudgetSnapshot, UsageReport
 from retinue.client import SessionClient
 from retinue.drivers import ControlMode
 from retinue.ended_runs import cancel_receipt, empty_budget, unknown_status
@@ -21,7 +23,7 @@ from retinue.events import Event, InputRequest
 from retinue.ids import Identity, check_id, new_id
 from retinue.loop import awaited, blocking, finish_before_exit, on_client_loop
 from retinue.messages import Content, check_content, escape_surrogates
-from retinue.protocol import Receipt, ReplyInput, RunState, RunStatus, SendInput, StartRun
+from retinue.protocol import DecideRequest, Receipt, ReplyInput, RunState, RunStatus, SendInput, StartRun
 from retinue.results import Reason, RunResult
 
 if TYPE_CHECKING:
@@ -142,6 +144,12 @@ class RunHandle:
         return None if status is None else copy.deepcopy(status.pending_input)
 
     @property
+    def pending_approvals(self) -> tuple[ApprovalRequest, ...]:
+        """Copies of the requests that wait for approval, oldest first; at most a second old."""
+        status = None if self.over else self._backend.peek(self)
+        return () if status is None else tuple(copy.deepcopy(status.pending_approvals))
+
+    @property
     def queue_position(self) -> int | None:
         """How many runs a queued run waits for, itself included: 1 is next. At most a second old."""
         status = None if self.over else self._backend.peek(self)
@@ -235,6 +243,27 @@ class RunHandle:
         """The blocking twin of :meth:`events`."""
         return blocking_events(self.events(after, types=types, children=children))
 
+    async def usage_report(self) -> UsageReport | None:
+        """What the run used so far, or in all: by participant, model role and tool.
+
+        ``None`` for a run whose ledger was lost with its process; ``complete`` says whether the figures are
+        final. Of an ended run without delegates that is in no process any more, roles are told by
+        ``result.budget``.
+
+        Raises:
+            What :meth:`accepted` raises.
+        """
+        return await awaited(on_client_loop(self._usage_report()))
+
+    def usage_report_blocking(self) -> UsageReport | None:
+        """The blocking twin of :meth:`usage_report`."""
+        return blocking(on_client_loop(self._usage_report()))
+
+    async def _usage_report(self) -> UsageReport | None:
+        await self.accepted()
+        client = await self._backend.client()
+        return await client.usage_report(self.identity, self.session_id, self.run_id)
+
     # --- control ------------------------------------------------------------------------------------------
 
     async def send(
@@ -305,6 +334,47 @@ class RunHandle:
         client = await self._taking_input()
         reply = ReplyInput(run_id=self.run_id, request_id=request_id, reply_id=reply_id, input=input)
         return self._received(await client.reply(self.identity, self.session_id, reply))
+
+    async def approve(self, approval_id: str, *, by: str | None = None, reason: str = "") -> Approval:
+        """Let a call run that waits for approval; the first decision wins, and a repeat is harmless.
+
+        Args:
+            approval_id: of one of :attr:`pending_approvals`, or of the ``tool.approval.request`` event.
+            by: who decides, in the application's words; the run's user when left out.
+            reason: kept with the decision.
+
+        Raises:
+            InputError: code ``input_already_resolved``: it was settled in another way, also by time or by the
+                end of the run; ``state`` and ``by`` say how.
+            NotFound: the run has no such request.
+        """
+        return await awaited(self._deciding(approval_id, True, by, reason))
+
+    def approve_blocking(self, approval_id: str, *, by: str | None = None, reason: str = "") -> Approval:
+        """The blocking twin of :meth:`approve`."""
+        return blocking(self._deciding(approval_id, True, by, reason))
+
+    async def deny(self, approval_id: str, *, by: str | None = None, reason: str = "") -> Approval:
+        """Refuse a call that waits for approval: the model reads ``reason``. Otherwise as :meth:`approve`."""
+        return await awaited(self._deciding(approval_id, False, by, reason))
+
+    def deny_blocking(self, approval_id: str, *, by: str | None = None, reason: str = "") -> Approval:
+        """The blocking twin of :meth:`deny`."""
+        return blocking(self._deciding(approval_id, False, by, reason))
+
+    def _deciding(
+        self, approval_id: str, approve: bool, by: str | None, reason: str
+    ) -> concurrent.futures.Future[Approval]:
+        by = self.identity.user_id if by is None else by
+        check_decision(approval_id, by, reason)
+        return on_client_loop(self._decide(approval_id, approve, by, reason))
+
+    async def _decide(self, approval_id: str, approve: bool, by: str, reason: str) -> Approval:
+        client = await self._taking_input()
+        decision = DecideRequest(
+            run_id=self.run_id, approval_id=approval_id, approve=approve, by=by, reason=reason
+        )
+        return approval_of(await client.decide(self.identity, self.session_id, decision))
 
     async def cancel(self, reason: str = "cancelled by the caller") -> Receipt:
         """Stop the run with everything below it; returns when the request has arrived.

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from retinue.apps import AppSpec, load_app
+from retinue.budgets import UsageReport
 from retinue.config import RuntimeConfig
 from retinue.errors import NotFound, RetinueError, StoreUnavailable
 from retinue.feeds import Feeds, FeedStatistics
@@ -25,6 +26,7 @@ from retinue.lease_watch import LeaseWatch
 from retinue.local_root import LocalRoot
 from retinue.messages import Message
 from retinue.protocol import (
+    DecideRequest,
     EventPageReply,
     Fork,
     Forked,
@@ -40,7 +42,15 @@ from retinue.recovery import end_interrupted_runs
 from retinue.runs import RunEnvironment
 from retinue.session_content import SessionContent
 from retinue.sessions import Session
-from retinue.store import LEASE_PERIOD, LEASE_RENEWAL, Holder, Lease, Store, StoredSession
+from retinue.store import (
+    LEASE_PERIOD,
+    LEASE_RENEWAL,
+    Holder,
+    Lease,
+    Store,
+    StoredApproval,
+    StoredSession,
+)
 from retinue.tree import ChildLauncher
 from retinue.workers import Workers
 
@@ -328,6 +338,9 @@ class Host:
     def reply(self, activation_id: str, reply: ReplyInput) -> Receipt:
         return self._with_run(activation_id, reply.run_id).reply(reply)
 
+    async def decide(self, activation_id: str, decision: DecideRequest) -> StoredApproval:
+        return await self._with_run(activation_id, decision.run_id).decide(decision)
+
     def cancel(self, activation_id: str, run_id: str, reason: str) -> Receipt | None:
         return self._with_run(activation_id, run_id).cancel(run_id, reason)
 
@@ -339,6 +352,9 @@ class Host:
 
     def status(self, activation_id: str, run_id: str) -> RunStatus:
         return self._with_run(activation_id, run_id).run(run_id).status()
+
+    def usage_report(self, activation_id: str, run_id: str) -> UsageReport:
+        return self._with_run(activation_id, run_id).run(run_id).usage_report()
 
     async def read(self, activation_id: str) -> StoredSession:
         return await self._content(activation_id).read()

@@ -9,7 +9,7 @@ import msgspec
 
 from retinue.errors import InputError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of the messages between processes; part of every versioned actor name."""
 
 SAFE_INTEGER = 2**53 - 1

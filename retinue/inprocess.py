@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from retinue.apps import AppSpec, Isolation, app_by_name
+from retinue.budgets import UsageReport
 from retinue.children import LocalChildren
 from retinue.client import Located, SessionClient
 from retinue.config import RuntimeConfig
@@ -26,6 +27,7 @@ from retinue.looks import Looks
 from retinue.loop import before_exit, not_before_exit
 from retinue.messages import Message
 from retinue.protocol import (
+    DecideRequest,
     EventPageReply,
     Fork,
     Forked,
@@ -37,7 +39,7 @@ from retinue.protocol import (
     StartRun,
     VouchFor,
 )
-from retinue.store import Holder, Store, StoredSession, StoreEngine
+from retinue.store import Holder, Store, StoredApproval, StoredSession, StoreEngine
 from retinue.workers import Workers
 
 MAX_RESIDENT = 1024
@@ -89,6 +91,9 @@ class InProcessHost:
     async def reply(self, activation_id: str, reply: ReplyInput) -> Receipt:
         return self._host.reply(activation_id, reply)
 
+    async def decide(self, activation_id: str, decision: DecideRequest) -> StoredApproval:
+        return await self._host.decide(activation_id, decision)
+
     async def cancel(self, activation_id: str, run_id: str, reason: str) -> Receipt | None:
         return self._host.cancel(activation_id, run_id, reason)
 
@@ -106,6 +111,9 @@ class InProcessHost:
 
     async def update_feed(self, subscriber: str, changes: FeedChanges) -> None:
         self._host.feeds.update(subscriber, changes)
+
+    async def usage_report(self, activation_id: str, run_id: str) -> UsageReport:
+        return self._host.usage_report(activation_id, run_id)
 
     async def read(self, activation_id: str) -> StoredSession:
         return await self._host.read(activation_id)

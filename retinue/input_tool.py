@@ -8,6 +8,7 @@ import msgspec
 
 from retinue.clocks import check_seconds
 from retinue.tool_context import ToolContext
+from retinue.tool_options import ToolOptions
 from retinue.tools import Tool
 
 NAME = "request_input"
@@ -40,4 +41,5 @@ def request_input_tool(
         InputError: ``timeout`` is not a positive number.
     """
     check_seconds("timeout", timeout)
-    return Tool(_RequestInput(timeout), name=name, description=description)
+    reads = ToolOptions(effect="read")  # asking changes nothing
+    return Tool(_RequestInput(timeout), name=name, description=description, options=reads)

@@ -1,18 +1,27 @@
 """The budget ledger of one tree: admission before, settlement after, exact under any interleaving.
 
+    [slot] ──> admitted ──> settled: exact | estimated | unknown | released
+       └─────────────────> released
+
 One ledger stands beside the root of a run, on the control loop, and is the only place that says yes to a
 call of the run or of any of its delegates (contract section 8). Admission *is* the reservation: after it,
-``used + reserved <= limit`` holds for every account on the way up to the root. Reserve and settle carry
-(participant, call id) and are idempotent: a message that arrives twice has one effect and one answer.
+``used + reserved <= limit`` holds for every account on the way up to the root, for the run as a whole, for
+the role and for the tool. Reserve and settle carry (participant, call id) and are idempotent: a message that
+arrives twice has one effect and one answer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from retinue.budgets import Budgets, BudgetSnapshot, Resource, ResourceSnapshot, Usage
-from retinue.errors import BudgetExhausted, RetinueError
+from retinue.accounts import Account, Bucket, Counter, Figures
+from retinue.budgets import Budgets, BudgetSnapshot, CallKind, ParticipantUsage, Resource, Usage, UsageReport
+from retinue.errors import BudgetExhausted, RetinueError, Unsupported
+from retinue.prices import Price, PriceTable, amount_of
+
+FiguresChange = Callable[[Figures], None]
 
 ROOT = ""
 """Participant name of the root of a tree."""
@@ -26,108 +35,179 @@ class ModelGrant:
 
 
 @dataclass
-class _Counter:
-    limit: int | None
-    used: int = 0
-    reserved: int = 0
+class _Slot:
+    """A call that is reserved while a controller or a context policy speaks."""
 
-    @property
-    def remaining(self) -> int | None:
-        return None if self.limit is None else max(0, self.limit - self.used - self.reserved)
-
-    def fits(self, amount: int) -> bool:
-        return self.limit is None or self.used + self.reserved + amount <= self.limit
-
-    def snapshot(self) -> ResourceSnapshot:
-        return ResourceSnapshot(
-            limit=self.limit, used=self.used, reserved=self.reserved, remaining=self.remaining
-        )
-
-
-@dataclass
-class _Account:
-    """One participant's limits and totals; a delegate's spending counts in every account above it too."""
-
-    parent: _Account | None
-    model_calls: _Counter
-    tool_calls: _Counter
-    tokens: _Counter
-    unknown_usage_calls: int = 0
-    own_usage: Usage = field(default_factory=Usage)
-    """What providers reported for this participant alone."""
-    open_calls: set[str] = field(default_factory=set)
-    """Its own model calls that are admitted and not settled."""
-
-    def chain(self) -> list[_Account]:
-        """This account and those above it, innermost first."""
-        accounts: list[_Account] = []
-        account: _Account | None = self
-        while account is not None:
-            accounts.append(account)
-            account = account.parent
-        return accounts
+    account: Account
+    role: str
+    kind: CallKind
 
 
 @dataclass
 class _ModelCall:
-    account: _Account
-    projected: int
-    """Tokens charged when nobody knows the usage: projected input and output cap."""
+    account: Account
+    role: str
+    kind: CallKind
+    price: Price | None
+    tokens: int
+    """Charged when nobody knows the usage: projected input and output cap."""
+    money: int
+    """The same in money."""
     grant: ModelGrant
-    state: Literal["reserved", "exact", "unknown", "released"] = "reserved"
-    charged: int = 0
+    state: Literal["reserved", "exact", "estimated", "unknown", "released"] = "reserved"
+    estimate: Usage | None = None
+
+    def buckets(self) -> Iterator[tuple[Account, tuple[Bucket, Bucket]]]:
+        """All that it counts in, innermost account first."""
+        for level in self.account.chain():
+            yield level, level.buckets(self.role)
 
 
 class BudgetLedger:
-    """The ledger of a tree. Not thread-safe: it belongs to one event loop, and no method awaits."""
+    """The ledger of a tree. Not thread-safe: it belongs to one event loop, and no method awaits.
 
-    def __init__(self, budgets: Budgets) -> None:
-        self._accounts: dict[str, _Account] = {ROOT: _new_account(budgets, None)}
+    Args:
+        budgets: of the run.
+        prices: of models; without them nothing is counted in money.
+        carried: the final snapshot of a run that this one goes on with: what that one has used is used here.
+    """
+
+    def __init__(
+        self,
+        budgets: Budgets,
+        *,
+        prices: PriceTable | None = None,
+        carried: BudgetSnapshot | None = None,
+    ) -> None:
+        self._prices = prices
+        self._root = Account("", None, budgets, prices, ROOT)
+        self._accounts: dict[str, Account] = {ROOT: self._root}
+        self._slots: dict[tuple[str, str], _Slot] = {}
         self._model_calls: dict[tuple[str, str], _ModelCall] = {}
-        self._refusals: dict[tuple[str, str], BudgetExhausted] = {}
-        self._tool_calls: dict[tuple[str, str], bool] = {}
+        self._refusals: dict[tuple[str, str], RetinueError] = {}
+        self._attempts: dict[tuple[str, str], BudgetExhausted | None] = {}
+        self._roles: dict[str, Figures] = {}
+        self._tools: dict[str, int] = {}
         self.model_calls_started = 0
         """Model calls that reached a provider: when 0, the driver's own usage figure stands."""
         self.usage = Usage()
         """What providers reported, over the whole tree."""
+        if carried is not None:
+            self._root.carry(carried)
 
     # --- participants -------------------------------------------------------------------------------------
 
-    def open_account(self, participant: str, parent: str, budgets: Budgets | None) -> None:
+    def open_account(self, participant: str, parent: str, budgets: Budgets | None, *, name: str = "") -> None:
         """Let a delegate spend, within its parent's accounts and its own limits, if any."""
         if participant not in self._accounts:
             above = self._account(parent)
-            self._accounts[participant] = _new_account(budgets or Budgets(), above)
+            self._accounts[participant] = Account(
+                name or participant, above, budgets or Budgets(), self._prices, participant
+            )
+
+    def close_account(self, participant: str) -> None:
+        """The participant has ended: its figures are final, but for settlements that are still to come."""
+        self._account(participant).open = False
 
     def lose(self, participant: str) -> None:
-        """Charge what a lost participant had reserved as unknown usage."""
-        for call_id in list(self._account(participant).open_calls):
+        """Charge what a lost participant had reserved as unknown usage; what it did not use is free again."""
+        account = self._account(participant)
+        for call_id in list(account.open_slots):
+            self.release_slot(participant, call_id)
+        for call_id in list(account.open_calls):
             self.settle_model(participant, call_id, None)
 
     def limits_tokens(self, participant: str) -> bool:
-        """Whether a token limit bounds this participant, its own or one above it."""
-        return any(level.tokens.limit is not None for level in self._account(participant).chain())
+        """Whether a limit of tokens or money bounds this participant, its own or one above it."""
+        return any(level.limits_tokens for level in self._account(participant).chain())
 
     def usage_of(self, participant: str) -> Usage:
         """What providers reported for one participant, without its delegates."""
-        return self._account(participant).own_usage
+        return self._account(participant).own.usage
+
+    # --- slots --------------------------------------------------------------------------------------------
+
+    def reserve_slot(self, participant: str, call_id: str, role: str, *, kind: CallKind = "task") -> None:
+        """Reserve one model call, ahead of its tokens; a repeat changes nothing.
+
+        Raises:
+            BudgetExhausted: no call is left.
+        """
+        key = (participant, call_id)
+        if key in self._slots or key in self._model_calls:
+            return
+        if key in self._refusals:
+            raise self._refusals[key]
+        account = self._account(participant)
+        try:
+            _check_calls(account, role, kind)
+        except BudgetExhausted as refusal:
+            self._refusals[key] = refusal
+            raise
+        self._take_slot(key, _Slot(account, role, kind))
+
+    def move_slot(self, participant: str, call_id: str, role: str) -> None:
+        """The call will be made under another role: its slot counts there.
+
+        Raises:
+            BudgetExhausted: no call is left under that role; the slot is free again then.
+        """
+        key = (participant, call_id)
+        slot = self._slots.get(key)
+        if slot is None or slot.role == role:
+            return
+        self.release_slot(participant, call_id)
+        self.reserve_slot(participant, call_id, role, kind=slot.kind)
+
+    def release_slot(self, participant: str, call_id: str) -> None:
+        """Give a call back that was reserved and not admitted; harmless where there is none."""
+        slot = self._slots.pop((participant, call_id), None)
+        if slot is None:
+            return
+        slot.account.open_slots.discard(call_id)
+        for level in slot.account.chain():
+            for bucket in level.buckets(slot.role):
+                bucket.calls.settle(1, 0, slot.kind)
+            level.show_role(slot.role)
+
+    def _take_slot(self, key: tuple[str, str], slot: _Slot) -> None:
+        self._slots[key] = slot
+        slot.account.open_slots.add(key[1])
+        for level in slot.account.chain():
+            for bucket in level.buckets(slot.role):
+                bucket.calls.reserve(1, slot.kind)
+            level.show_role(slot.role)
 
     # --- model calls --------------------------------------------------------------------------------------
 
     def admit_model(
-        self, participant: str, call_id: str, projected_input: int, requested_output: int | None
+        self,
+        participant: str,
+        call_id: str,
+        projected_input: int,
+        requested_output: int | None,
+        *,
+        role: str = "main",
+        kind: CallKind = "task",
+        provider_id: str = "",
+        model_id: str = "",
     ) -> ModelGrant:
         """Reserve one call, the projected input and the output cap, or refuse and reserve nothing.
 
         Args:
             participant: who asks.
-            call_id: unique for the participant; a repeat gets the first answer.
+            call_id: unique for the participant; a repeat gets the first answer. Its slot, if it has one, is
+                the call that is taken.
             projected_input: tokens that the request is estimated to have.
             requested_output: tokens of output that the caller wants at most; ``None`` asks for all that is
-                left, or for no bound where tokens are unlimited.
+                left, or for no bound where tokens and money are unlimited.
+            role: whose limits count, beside the run's.
+            kind: finishing calls may use what is kept back for them.
+            provider_id, model_id: for the price.
 
         Raises:
-            BudgetExhausted: no call left, or no token left after the projected input.
+            BudgetExhausted: no call left, or no token or money left after the projected input.
+            Unsupported: a limit in money, and no price for this model.
         """
         key = (participant, call_id)
         known = self._model_calls.get(key)
@@ -135,124 +215,354 @@ class BudgetLedger:
             return known.grant
         if key in self._refusals:
             raise self._refusals[key]
+        account = self._account(participant)
+        price = None if self._prices is None else self._prices.find(provider_id, model_id)
+        slot = self._slots.get(key)
+        if slot is not None and (slot.role, slot.kind) != (role, kind):
+            self.release_slot(participant, call_id)
+            slot = None
         try:
-            account = self._account(participant)
-            grant = _model_grant(account, projected_input, requested_output)
-        except BudgetExhausted as refusal:
+            if slot is None:
+                _check_calls(account, role, kind)
+            cap = _output_cap(account, role, kind, projected_input, requested_output)
+            cap = self._affordable(account, role, price, projected_input, cap, f"{provider_id}/{model_id}")
+        except RetinueError as refusal:
+            self.release_slot(participant, call_id)
             self._refusals[key] = refusal
             raise
-        projected = projected_input + (grant.max_tokens or 0)
+        if slot is None:
+            self._take_slot(key, _Slot(account, role, kind))
+        return self._commit(key, account, role, kind, price, projected_input, cap)
+
+    def _commit(
+        self,
+        key: tuple[str, str],
+        account: Account,
+        role: str,
+        kind: CallKind,
+        price: Price | None,
+        projected_input: int,
+        cap: int | None,
+    ) -> ModelGrant:
+        """The slot becomes a call, and its tokens and money are reserved."""
+        del self._slots[key]
+        account.open_slots.discard(key[1])
+        money = 0 if price is None else price.bound(projected_input, cap or 0)
+        call = _ModelCall(
+            account, role, kind, price, projected_input + (cap or 0), money, ModelGrant(max_tokens=cap)
+        )
+        self._model_calls[key] = call
+        account.open_calls.add(key[1])
+        for figures in (account.own, self._role(role)):
+            figures.open_calls += 1
+        for level, buckets in call.buckets():
+            level.unsettled += 1
+            for bucket in buckets:
+                bucket.calls.settle(1, 1, kind)
+                bucket.tokens.reserve(call.tokens, kind)
+                bucket.money.reserve(call.money, kind)
+                bucket.unpriced += self._prices is not None and price is None
+            level.show_role(role)
+        return call.grant
+
+    def _affordable(
+        self,
+        account: Account,
+        role: str,
+        price: Price | None,
+        projected_input: int,
+        cap: int | None,
+        model: str,
+    ) -> int | None:
+        """The output cap that every limit in money can bear too."""
         for level in account.chain():
-            level.model_calls.used += 1
-            level.tokens.reserved += projected
-        self._model_calls[key] = _ModelCall(account, projected, grant)
-        account.open_calls.add(call_id)
-        return grant
+            for bucket in level.buckets(role):
+                left = bucket.money.remaining
+                if left is None:
+                    continue
+                if price is None:
+                    raise Unsupported(
+                        f"{model} has no price in table {self._prices.version if self._prices else '-'!r}, "
+                        f"so "
+                        f"the limit in money of {bucket.scope} cannot be kept; add it to config.prices",
+                        operation="max_cost",
+                    )
+                output = price.output_for(left, projected_input)
+                if output is not None and output < 1:
+                    needed = price.bound(projected_input, 1)
+                    why = f"{amount_of(left)} is left and the input alone costs {amount_of(needed)}"
+                    raise _refusal("money", bucket, bucket.money, why, needed=str(amount_of(needed)))
+                cap = output if cap is None else cap if output is None else min(cap, output)
+        return cap
 
     def settle_model(
-        self, participant: str, call_id: str, usage: Usage | None, *, started: bool = True
+        self,
+        participant: str,
+        call_id: str,
+        usage: Usage | None,
+        *,
+        started: bool = True,
+        estimated: Usage | None = None,
     ) -> None:
         """Turn a reservation into what was used.
 
         Known usage replaces the projection, also when it comes late; a started call without it is charged
-        with the projection; one that never started is given back whole. Repeats change nothing.
+        with the projection, whatever can be estimated of it; one that never started is given back whole.
+        Repeats change nothing.
         """
         call = self._model_calls.get((participant, call_id))
         if call is None:
             raise RetinueError(f"model call {call_id!r} of {participant or 'the root'!r} was never admitted")
-        if call.state in ("exact", "released") or (call.state == "unknown" and usage is None):
+        if call.state in ("exact", "released") or (call.state != "reserved" and usage is None):
             return
-        chain = call.account.chain()
-        if call.state == "unknown":
-            for level in chain:
-                level.tokens.used -= call.charged
-                level.unknown_usage_calls -= 1
-        else:
+        if call.state == "reserved":
             call.account.open_calls.discard(call_id)
-            for level in chain:
-                level.tokens.reserved -= call.projected
+            for level, _ in call.buckets():
+                level.unsettled -= 1
+            self._tell(call, lambda figures: _count(figures, "open_calls", -1))
             if started or usage is not None:
                 self.model_calls_started += 1
+            before_tokens, before_money = 0, 0
+            reserved_tokens, reserved_money = call.tokens, call.money
+        else:  # a late report replaces the charge
+            before_tokens, before_money = call.tokens, call.money
+            reserved_tokens, reserved_money = 0, 0
+            self._take_back(call)
         if usage is not None:
-            call.state, call.charged = "exact", usage.total_tokens
-            call.account.own_usage += usage
-            self.usage += usage
+            call.state = "exact"
         elif started:
-            call.state, call.charged = "unknown", call.projected
+            call.state = "unknown" if estimated is None else "estimated"
+            call.estimate = estimated
         else:
-            call.state, call.charged = "released", 0
-        for level in chain:
-            level.tokens.used += call.charged
-            if call.state == "unknown":
-                level.unknown_usage_calls += 1
-            elif call.state == "released":
-                level.model_calls.used -= 1
+            call.state = "released"
+        tokens, money = self._charge(call, usage)
+        for level, buckets in call.buckets():
+            for bucket in buckets:
+                bucket.tokens.settle(reserved_tokens, tokens - before_tokens, call.kind)
+                bucket.money.settle(reserved_money, money - before_money, call.kind)
+                if call.state == "released":
+                    bucket.calls.settle(0, -1, call.kind)
+                    bucket.unpriced -= self._prices is not None and call.price is None
+            level.unknown += call.state in ("unknown", "estimated")
+            level.estimated += call.state == "estimated"
+            level.show_role(call.role)
+        self._tell(call, lambda figures: _record(figures, call, usage, tokens, money))
+        if usage is not None:
+            self.usage += usage
+
+    @staticmethod
+    def _charge(call: _ModelCall, usage: Usage | None) -> tuple[int, int]:
+        """Tokens and money that a settled call counts for."""
+        if usage is not None:
+            return usage.total_tokens, 0 if call.price is None else call.price.cost(usage)
+        return (0, 0) if call.state == "released" else (call.tokens, call.money)
+
+    def _take_back(self, call: _ModelCall) -> None:
+        """What was said of a call whose usage was not known."""
+        for level, _ in call.buckets():
+            level.unknown -= 1
+            level.estimated -= call.state == "estimated"
+
+        def forget(figures: Figures) -> None:
+            _count(figures, f"{call.state}_calls", -1)
+            figures.tokens -= call.tokens
+            figures.money -= call.money
+            if call.estimate is not None:
+                figures.estimated = _minus(figures.estimated, call.estimate)
+
+        self._tell(call, forget)
+
+    def _tell(self, call: _ModelCall, change: FiguresChange) -> None:
+        change(call.account.own)
+        change(self._role(call.role))
+
+    def _role(self, role: str) -> Figures:
+        return self._roles.setdefault(role, Figures())
 
     # --- tool attempts ------------------------------------------------------------------------------------
 
-    def admit_tool(self, participant: str, call_id: str) -> bool:
-        """Count one tool attempt, if every account has one left. A repeat gets the first answer."""
-        key = (participant, call_id)
-        if key not in self._tool_calls:
-            chain = self._account(participant).chain()
-            fits = all(level.tool_calls.fits(1) for level in chain)
-            for level in chain if fits else ():
-                level.tool_calls.used += 1
-            self._tool_calls[key] = fits
-        return self._tool_calls[key]
+    def admit_tools(
+        self, participant: str, attempts: Sequence[tuple[str, str]], *, all_or_nothing: bool = False
+    ) -> list[BudgetExhausted | None]:
+        """Count a batch of tool attempts in one step; for each ``None``, or why it is refused.
+
+        Args:
+            attempts: (attempt id, tool name); a repeat of an id gets the first answer and counts no second
+                time.
+            all_or_nothing: where one does not fit, none is counted; else those that fit, in their order.
+        """
+        account = self._account(participant)
+        new: list[str] = []
+        for attempt_id, tool in attempts:
+            key = (participant, attempt_id)
+            if key in self._attempts:
+                continue
+            refusal = _attempt_refusal(account, tool)
+            self._attempts[key] = refusal
+            if refusal is None:
+                self._count_attempt(account, tool, 1)
+            new.append(attempt_id)
+        refusals = [self._attempts[participant, attempt_id] for attempt_id in new]
+        first = next((refusal for refusal in refusals if refusal is not None), None)
+        if all_or_nothing and first is not None:
+            for attempt_id, tool in attempts:
+                if attempt_id in new and self._attempts[participant, attempt_id] is None:
+                    self._count_attempt(account, tool, -1)
+                    self._attempts[participant, attempt_id] = BudgetExhausted(
+                        f"the batch does not fit as a whole: {first.message}", **first.data
+                    )
+        return [self._attempts[participant, attempt_id] for attempt_id, _ in attempts]
+
+    def admit_tool(self, participant: str, attempt_id: str, tool: str) -> BudgetExhausted | None:
+        """One attempt: see :meth:`admit_tools`."""
+        return self.admit_tools(participant, [(attempt_id, tool)])[0]
+
+    def _count_attempt(self, account: Account, tool: str, count: int) -> None:
+        for level in account.chain():
+            level.tool_calls.used += count
+            level.tool(tool).used += count
+            level.show_tool(tool)
+        account.own.attempts += count
+        self._tools[tool] = self._tools.get(tool, 0) + count
 
     # --- views --------------------------------------------------------------------------------------------
 
     @property
     def open_reservations(self) -> int:
-        """Model calls that are admitted and not settled."""
-        return sum(len(account.open_calls) for account in self._accounts.values())
+        """Model calls that are reserved, or admitted and not settled."""
+        return len(self._slots) + sum(len(account.open_calls) for account in self._accounts.values())
 
     def snapshot(self, participant: str = ROOT) -> BudgetSnapshot:
         """The totals of a participant with everything below it; of the whole tree by default."""
-        account = self._account(participant)
-        return BudgetSnapshot(
-            model_calls=account.model_calls.snapshot(),
-            tool_calls=account.tool_calls.snapshot(),
-            tokens=account.tokens.snapshot(),
-            unknown_usage_calls=account.unknown_usage_calls,
+        return self._account(participant).snapshot()
+
+    def report(self, root_run_id: str = ROOT) -> UsageReport:
+        """What the tree used, by participant, role and tool.
+
+        Args:
+            root_run_id: how the root is called; delegates are called as their accounts are.
+        """
+        subtrees = {participant: Figures() for participant in self._accounts}
+        for account in reversed(self._accounts.values()):  # children come after their parents
+            subtree = subtrees[account.participant]
+            subtree.add(account.own)
+            if account.parent is not None:
+                subtrees[account.parent.participant].add(subtree)
+
+        def named(account: Account) -> str:
+            return account.participant or root_run_id
+
+        return UsageReport(
+            complete=not self.open_reservations
+            and not any(account.open for account in self._accounts.values()),
+            tree=subtrees[ROOT].shown(self._prices),
+            participants=tuple(
+                ParticipantUsage(
+                    run_id=named(account),
+                    name=account.name,
+                    parent_run_id=None if account.parent is None else named(account.parent),
+                    open=account.open,
+                    own=account.own.shown(self._prices),
+                    subtree=subtrees[account.participant].shown(self._prices),
+                )
+                for account in self._accounts.values()
+            ),
+            roles={role: figures.shown(self._prices) for role, figures in self._roles.items()},
+            tools={tool: count for tool, count in self._tools.items() if count},
         )
 
-    def _account(self, participant: str) -> _Account:
+    def _account(self, participant: str) -> Account:
         try:
             return self._accounts[participant]
         except KeyError:
             raise RetinueError(f"participant {participant!r} has no account in this ledger") from None
 
 
-def _new_account(budgets: Budgets, parent: _Account | None) -> _Account:
-    return _Account(
-        parent,
-        _Counter(budgets.max_model_calls),
-        _Counter(budgets.max_tool_calls),
-        _Counter(budgets.max_tokens),
-    )
-
-
-def _model_grant(account: _Account, projected_input: int, requested_output: int | None) -> ModelGrant:
-    """What every account on the way up can bear, or the refusal of the innermost that cannot."""
-    cap = requested_output
+def _check_calls(account: Account, role: str, kind: CallKind) -> None:
+    """Raise for the innermost account that has no model call left."""
     for level in account.chain():
-        if not level.model_calls.fits(1):
-            raise _refusal("model_calls", level.model_calls, "no model call is left")
-        remaining = level.tokens.remaining
-        if remaining is None:
-            continue
-        if remaining <= projected_input:
-            why = f"{remaining} tokens are left and the input alone needs {projected_input}"
-            raise _refusal("tokens", level.tokens, why)
-        cap = remaining - projected_input if cap is None else min(remaining - projected_input, cap)
-    return ModelGrant(max_tokens=cap)
+        for bucket in level.buckets(role):
+            if not bucket.calls.fits(1, kind):
+                why = "no model call is left"
+                if bucket.calls.protected and kind != "finishing":
+                    why += f" but the {bucket.calls.protected} kept back for finishing calls"
+                raise _refusal("model_calls", bucket, bucket.calls, why, needed=1)
 
 
-def _refusal(resource: Resource, counter: _Counter, why: str) -> BudgetExhausted:
+def _output_cap(
+    account: Account, role: str, kind: CallKind, projected_input: int, requested: int | None
+) -> int | None:
+    """Tokens of output that every account on the way up can bear, or the refusal of the innermost that
+    cannot."""
+    cap = requested
+    for level in account.chain():
+        for bucket in level.buckets(role):
+            available = bucket.tokens.available(kind)
+            if available is None:
+                continue
+            if available <= projected_input:
+                why = f"{available} tokens are left and the input alone needs {projected_input}"
+                raise _refusal("tokens", bucket, bucket.tokens, why, needed=projected_input + 1)
+            cap = available - projected_input if cap is None else min(available - projected_input, cap)
+    return cap
+
+
+def _attempt_refusal(account: Account, tool: str) -> BudgetExhausted | None:
+    for level in account.chain():
+        if not level.tool_calls.fits(1):
+            return _tool_refusal(level.scope, "the tool call budget is exhausted", level.tool_calls, tool)
+        if not (counter := level.tool(tool)).fits(1):
+            why = f"the budget of {tool} is exhausted"
+            return _tool_refusal(f"{level.scope}/tool:{tool}", why, counter, tool)
+    return None
+
+
+def _tool_refusal(scope: str, why: str, counter: Counter, tool: str) -> BudgetExhausted:
     return BudgetExhausted(
-        f"budget exhausted: {why} (limit {counter.limit}, used {counter.used}, reserved {counter.reserved})",
-        resource=resource,
+        f"{why} (limit {counter.limit}, used {counter.used}; {scope})",
+        resource="tool_calls",
+        scope=scope,
+        tool=tool,
+        limit=counter.limit,
         remaining=counter.remaining,
+        needed=1,
     )
+
+
+def _refusal(
+    resource: Resource, bucket: Bucket, counter: Counter, why: str, *, needed: int | str
+) -> BudgetExhausted:
+    counted = (counter.limit, counter.used, counter.reserved, counter.remaining)
+    shown = [str(amount_of(each)) if resource == "money" and each is not None else each for each in counted]
+    limit, used, reserved, remaining = shown
+    _, _, role = bucket.scope.partition("/role:")
+    return BudgetExhausted(
+        f"budget exhausted: {why} (limit {limit}, used {used}, reserved {reserved}; {bucket.scope})",
+        resource=resource,
+        scope=bucket.scope,
+        role=role or None,
+        limit=limit,
+        remaining=remaining,
+        needed=needed,
+    )
+
+
+def _record(figures: Figures, call: _ModelCall, usage: Usage | None, tokens: int, money: int) -> None:
+    """A call has its state: it counts in these figures."""
+    if call.state == "released":
+        return
+    _count(figures, f"{call.state}_calls", 1)
+    figures.tokens += tokens
+    figures.money += money
+    if usage is not None:
+        figures.usage += usage
+    elif call.estimate is not None:
+        figures.estimated += call.estimate
+
+
+def _count(figures: Figures, name: str, by: int) -> None:
+    setattr(figures, name, getattr(figures, name) + by)
+
+
+def _minus(whole: Usage, part: Usage) -> Usage:
+    return Usage(**{name: getattr(whole, name) - getattr(part, name) for name in whole.__struct_fields__})

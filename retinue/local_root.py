@@ -7,6 +7,7 @@ import asyncio
 from retinue.execution import DriverExecution
 from retinue.ports import LocalPort
 from retinue.protocol import Finished
+from retinue.run_policies import RunPolicies
 from retinue.runs import Run
 from retinue.services import ExecutionServices
 from retinue.workers import Workers
@@ -17,16 +18,29 @@ class LocalRoot:
 
     def __init__(self, run: Run, workers: Workers, control: asyncio.AbstractEventLoop) -> None:
         config = run.config
+        port = LocalPort(run.tree, control, workers.loop)
         services = ExecutionServices(
             request=run.request,
             config=config,
-            port=LocalPort(run.tree, control, workers.loop),
+            port=port,
             threads=workers.threads,
             tasks=workers.tasks,
             history=run.session.history,
             state=run.session.state,
-            token_limited=config.budgets.max_tokens is not None,
+            token_limited=run.tree.budget.tokens.limit is not None,
             session_resources=run.session_resources,
+        )
+        run.policies = RunPolicies(
+            run.request,
+            workers,
+            lambda request: ExecutionServices(
+                request=request,
+                config=config,
+                port=port,
+                threads=workers.threads,
+                tasks=workers.tasks,
+                call_prefix="policy",
+            ),
         )
         self._workers = workers
         self._execution = DriverExecution(config.driver, run.request, services)

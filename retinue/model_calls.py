@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,21 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from retinue.budgets import Usage
+from retinue.budgets import CallKind, Usage
 from retinue.config import ModelBinding
 from retinue.errors import ModelFailed, Unsupported
-from retinue.messages import Message
+from retinue.messages import Message, decode_message, encode_message
 from retinue.model_stream import ModelStream
 from retinue.models import ModelClient, ModelRequest, ModelResponse, ToolSchema
-from retinue.protocol import AdmitModel, ModelAdmitted, SettleModel
+from retinue.protocol import (
+    AdmitModel,
+    ModelAdmitted,
+    ModelPrepared,
+    PrepareModel,
+    ReleaseModel,
+    SettleModel,
+)
+from retinue.steps import check_required
 from retinue.tokens import estimate_messages
 
 if TYPE_CHECKING:
@@ -26,7 +35,7 @@ if TYPE_CHECKING:
     from retinue.stream_assembly import StreamAssembly
 
 
-Answer: TypeAlias = Callable[[ModelRequest], Awaitable[ModelResponse]]
+Answer: TypeAlias = Callable[[ModelClient, ModelRequest], Awaitable[ModelResponse]]
 
 
 @dataclass(frozen=True)
@@ -34,8 +43,16 @@ class PlannedCall:
     """One call that was asked for and is not made yet."""
 
     services: ExecutionServices
-    client: ModelClient
+    provider: ModelClient
+    """Who is asked, unless the app binds a model to the role."""
     request: ModelRequest
+    kind: CallKind
+
+    @property
+    def client(self) -> ModelClient:
+        """Who is asked."""
+        binding = self.services.config.binding(self.request.role)
+        return self.provider if binding is None else binding.client
 
     @property
     def called(self) -> str:
@@ -64,43 +81,49 @@ class ModelCalls:
     ) -> PlannedCall:
         """A task call that is about to be made; nothing is asked or counted yet."""
         check_max_tokens(max_tokens)
-        binding = self._services.config.binding(role)
-        client = binding.client if binding else provider
         # What abilities have to say comes before everything else (contract section 3).
         whole = (*self._services.prompts, *messages)
-        return self._planned(client, role, whole, tools, max_tokens, temperature)
+        return self._planned("task", provider, role, whole, tools, max_tokens, temperature)
 
     async def task(self, call: PlannedCall) -> ModelResponse:
-        return await self.make(call, call.client.generate)
+        return await self.make(call, _generated)
 
     def stream(self, call: PlannedCall, publisher: MessagePublisher | None) -> ModelStream:
         return ModelStream(self, call, self._services.owned, publisher)
 
-    async def control(
-        self, role: str, messages: Sequence[Message], max_tokens: int | None, temperature: float | None
+    async def policy(
+        self,
+        kind: CallKind,
+        role: str,
+        messages: Sequence[Message],
+        max_tokens: int | None,
+        temperature: float | None = None,
     ) -> ModelResponse:
+        """A control or a finishing call: a bound role, plain messages, a whole answer without tools."""
+        called = "control_model" if kind == "control" else "finish_model"
         binding = self._services.config.binding(role)
         if binding is None:
             raise Unsupported(
                 f"model role {role!r} has no model bound to it; give RuntimeConfig(models={{{role!r}: ...}})",
-                operation=f"control_model:{role}",
+                operation=f"{called}:{role}",
             )
         check_max_tokens(max_tokens)
         _check_control_options(binding, role, max_tokens, temperature)
         if any(message.role == "tool" or message.tool_calls or message.extras for message in messages):
-            raise Unsupported("a control call takes plain messages only", operation="control_model.messages")
-        call = self._planned(binding.client, role, messages, (), max_tokens, temperature)
-        response = await self.make(call, call.client.generate)
+            raise Unsupported(f"a {kind} call takes plain messages only", operation=f"{called}.messages")
+        call = self._planned(kind, binding.client, role, messages, (), max_tokens, temperature)
+        response = await self.make(call, _generated)
         if response.tool_calls or response.finish_reason != "stop":
             raise ModelFailed(
-                f"the control model for {role!r} must answer whole and without tools; it finished with "
+                f"the {kind} model for {role!r} must answer whole and without tools; it finished with "
                 f"{response.finish_reason!r} and {len(response.tool_calls)} tool calls"
             )
         return response
 
     def _planned(
         self,
-        client: ModelClient,
+        kind: CallKind,
+        provider: ModelClient,
         role: str,
         messages: Sequence[Message],
         tools: Sequence[ToolSchema],
@@ -115,7 +138,7 @@ class ModelCalls:
             role=role,
             participant=self._services.request.participant,
         )
-        return PlannedCall(self._services, client, request)
+        return PlannedCall(self._services, provider, request, kind)
 
     async def make(
         self, call: PlannedCall, answer: Answer, assembly: StreamAssembly | None = None
@@ -128,14 +151,21 @@ class ModelCalls:
             assembly: what has come of a streamed answer; a call that fails is charged with the usage that
                 it knows, and certainly began when there is anything in it.
         """
-        services, request, client = self._services, call.request, call.client
+        services = self._services
         call_id = services.next_call_id()
+        if call.kind == "task":
+            call = await self._prepared(call, call_id)
+        request, client = call.request, call.client
         admission = AdmitModel(
             participant=services.participant,
             call_id=call_id,
             role=request.role,
-            projected_input=self._project(request, client),
+            kind=call.kind,
+            projected_input=self._projected(call, call_id),
             requested_output=request.max_tokens,
+            provider_id=client.provider_id,
+            model_id=client.model_id,
+            tools=[tool.name for tool in request.tools] if call.kind == "task" else None,
         )
         settlement = SettleModel(
             participant=services.participant,
@@ -154,7 +184,7 @@ class ModelCalls:
             raise
         assert isinstance(admitted, ModelAdmitted)
         try:
-            response = await answer(msgspec.structs.replace(request, max_tokens=admitted.max_tokens))
+            response = await answer(client, msgspec.structs.replace(request, max_tokens=admitted.max_tokens))
             usage = self.checked(response, client).usage
             settlement = msgspec.structs.replace(settlement, usage=usage, answered=not services.cancelled)
         except ModelFailed as error:
@@ -163,11 +193,50 @@ class ModelCalls:
             raise
         finally:
             if assembly is not None and settlement.usage is None:
-                settlement = msgspec.structs.replace(settlement, usage=assembly.usage)
+                settlement = _told_by(assembly, settlement, admission.projected_input)
             await self._port.settle(settlement)
         if services.cancelled:
             raise asyncio.CancelledError("the run is being cancelled")
         return response
+
+    async def _prepared(self, call: PlannedCall, call_id: str) -> PlannedCall:
+        """A task call as the app's controller and context policy want it; a call is reserved for it then."""
+        services, request = self._services, call.request
+        if not services.config.prepares_steps:
+            if services.participant == "":
+                check_required(services.request.grants, [tool.name for tool in request.tools])
+            return call
+        asked = PrepareModel(
+            participant=services.participant,
+            call_id=call_id,
+            role=request.role,
+            tools=[tool.name for tool in request.tools],
+            messages=[encode_message(message) for message in request.messages],
+            provider_id=call.client.provider_id,
+            model_id=call.client.model_id,
+        )
+        try:
+            prepared = await services.ask(asked)
+        except asyncio.CancelledError:
+            self._release(call_id)
+            raise
+        assert isinstance(prepared, ModelPrepared)
+        try:
+            return dataclasses.replace(call, request=_as_prepared(request, prepared))
+        except BaseException:
+            self._release(call_id)
+            raise
+
+    def _release(self, call_id: str) -> None:
+        self._port.tell(ReleaseModel(participant=self._services.participant, call_id=call_id))
+
+    def _projected(self, call: PlannedCall, call_id: str) -> int:
+        try:
+            return self._project(call.request, call.client)
+        except BaseException:
+            if call.kind == "task" and self._services.config.prepares_steps:
+                self._release(call_id)
+            raise
 
     @staticmethod
     def checked(response: object, client: ModelClient) -> ModelResponse:
@@ -185,6 +254,40 @@ class ModelCalls:
                 operation="estimate_input_tokens",
             )
         return projected
+
+
+async def _generated(client: ModelClient, request: ModelRequest) -> ModelResponse:
+    return await client.generate(request)
+
+
+def _as_prepared(request: ModelRequest, prepared: ModelPrepared) -> ModelRequest:
+    """The request with what a controller and a context policy changed."""
+    options = dict(prepared.options)
+    asked, temperature = options.pop("max_tokens", None), options.pop("temperature", request.temperature)
+    check_max_tokens(asked)
+    caps = [cap for cap in (request.max_tokens, asked) if cap is not None]
+    offered = set(prepared.tools)
+    messages = request.messages
+    if prepared.messages is not None:
+        messages = tuple(decode_message(body) for body in prepared.messages)
+    return msgspec.structs.replace(
+        request,
+        role=prepared.role,
+        tools=tuple(tool for tool in request.tools if tool.name in offered),
+        messages=messages,
+        max_tokens=min(caps, default=None),
+        temperature=temperature,
+        options={**request.options, **options},
+    )
+
+
+def _told_by(assembly: StreamAssembly, settlement: SettleModel, projected_input: int) -> SettleModel:
+    """The settlement of a stream that broke off, with what is known of it."""
+    usage = assembly.usage
+    estimated = None if usage is not None else assembly.estimate(settlement.model_id)
+    if estimated is not None and estimated.input_tokens == 0:
+        estimated = msgspec.structs.replace(estimated, input_tokens=projected_input)
+    return msgspec.structs.replace(settlement, usage=usage, estimated=estimated)
 
 
 def _checked_response(response: object, client: ModelClient) -> ModelResponse:

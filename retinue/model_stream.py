@@ -67,6 +67,8 @@ class ModelStream:
         self._received = False
         """The provider has given all; what is left is to settle and to publish."""
         self._left = False
+        self._streamed = False
+        """The answer comes in pieces from its provider."""
 
     @property
     def response(self) -> ModelResponse:
@@ -143,13 +145,13 @@ class ModelStream:
     async def _publish(self, response: ModelResponse) -> None:
         if self._publisher is None or self._messages is None:
             return
-        if isinstance(self._call.client, StreamingModelClient):
+        if self._streamed:
             self.messages = await self._messages.complete(response)
         else:  # it came whole, so its phases are known
             self.messages = await self._publisher.response(response)
 
-    async def _take(self, request: ModelRequest) -> ModelResponse:
-        client = self._call.client
+    async def _take(self, client: ModelClient, request: ModelRequest) -> ModelResponse:
+        self._streamed = isinstance(client, StreamingModelClient)
         if not isinstance(client, StreamingModelClient):
             response = self._calls.checked(await client.generate(request), client)
             for chunk in chunks_of(response):

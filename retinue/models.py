@@ -34,6 +34,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     """Output cap that the ledger granted; ``None`` when tokens are unlimited and no cap was asked for."""
     temperature: float | None = None
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Further options, as a step controller set them; passed to the provider's API by their names."""
     role: str = "main"
     """Model role that the call was made under."""
     participant: str = ""

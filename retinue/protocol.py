@@ -11,12 +11,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from retinue.budgets import Budgets, BudgetSnapshot, Usage
+from retinue.approvals import ApprovalRequest
+from retinue.budgets import Budgets, BudgetSnapshot, CallKind, Usage, UsageReport
 from retinue.drivers import ControlMode, RunMode
-from retinue.events import CompletionAction, InputRequest, Payload
+from retinue.events import CompactionPayload, CompletionAction, InputRequest, Payload
 from retinue.grants import Grants
 from retinue.ids import Identity
 from retinue.messages import Content
+from retinue.policies import DenialKind, Effect
 from retinue.results import DriverOutput, RunResult
 from retinue.store import StoredArtifact
 
@@ -25,6 +27,15 @@ IfBusy = Literal["reject", "queue", "steer", "cancel"]
 """What a start does where another run has the session."""
 
 # --- client to session ------------------------------------------------------------------------------------
+
+
+class Resumption(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that ended ``budget_exhausted``, and what is added to its limits."""
+
+    run_id: str
+    top_up: Budgets
+    carried: BudgetSnapshot | None = None
+    """What it had spent, under the limits that hold now; filled in by the session."""
 
 
 class StartRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +54,10 @@ class StartRun(msgspec.Struct, frozen=True, kw_only=True):
     root_run_id: str | None = None
     """Label of the caller's own records; the run's own id when left out."""
     if_busy: IfBusy = "reject"
+    resumes: Resumption | None = None
+    """Go on where a run of this session ran out of budget; ``input`` is then that run's."""
+    trace: dict[str, str] = msgspec.field(default_factory=dict)
+    """W3C trace context of the caller."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +73,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The question that the run waits with."""
     queue_position: int | None = None
     """Of a queued run: 1 is next."""
+    pending_approvals: Sequence[ApprovalRequest] = ()
+    """Calls that wait for a decision, oldest first."""
 
 
 class SendInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +93,18 @@ class ReplyInput(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     reply_id: str
     input: Content
+
+
+class DecideRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A decision about a call that waits for approval. The same one again gives the first outcome."""
+
+    run_id: str
+    """Of the root run."""
+    approval_id: str
+    approve: bool
+    by: str
+    """Who decides, in the application's words."""
+    reason: str = ""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,14 +169,46 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
 # --- participant to root ----------------------------------------------------------------------------------
 
 
+class PrepareModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A task call, where the app has a controller or a context policy: reserve a call, then let them speak.
+    Reply: :class:`ModelPrepared`; then comes :class:`AdmitModel` with the same call id, or
+    :class:`ReleaseModel`."""
+
+    participant: str
+    call_id: str
+    role: str
+    tools: Sequence[str]
+    """Names of the tools that are offered."""
+    messages: Sequence[bytes]
+    """Of the request, encoded."""
+    provider_id: str
+    model_id: str
+
+
+class PrepareRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The driver will start next: let the controller speak. From the root. Reply: :class:`Acknowledged`."""
+
+
+class ReleaseModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A prepared call will not be made. Needs no reply."""
+
+    participant: str
+    call_id: str
+
+
 class AdmitModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """May I call this model? Checks and reserves in one step. Reply: :class:`ModelAdmitted`."""
 
     participant: str
     call_id: str
     role: str
+    kind: CallKind = "task"
     projected_input: int
     requested_output: int | None
+    provider_id: str = ""
+    model_id: str = ""
+    tools: Sequence[str] | None = None
+    """Names of the tools that a task call offers; its answer may use no others."""
 
 
 class SettleModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -161,14 +222,56 @@ class SettleModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     started: bool
     answered: bool
     """The provider gave a usable answer: ``model.complete`` is due."""
+    estimated: Usage | None = None
+    """Where ``usage`` is unknown: what can be told from an answer that broke off. Evidence, not the
+    charge."""
 
 
-class AdmitTool(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """May I run this tool? The gate of contract section 7. Reply: :class:`ToolAdmitted`."""
+class ToolAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One call of a tool, or one effect, that wants to run."""
+
+    id: str
+    """Unique for the participant; models may repeat their own call ids."""
+    call_id: str
+    """As the model knows it."""
+    tool_name: str
+    arguments: bytes = b"{}"
+    """JSON of the arguments as they will be used."""
+    effect: Effect = "unknown"
+    requires_approval: bool | None = None
+    """``None`` leaves it to the app's :class:`Approvals`."""
+    ask: str | None = None
+    """Why a policy of the agent's own asks for an approval, if it does."""
+    driver: bool = False
+    """An effect of the driver itself, which no model chose: the offered tools do not bound it."""
+
+
+class AdmitTools(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """May I run these? The gate of contract section 7 for a batch. Reply: :class:`ToolsAdmitted`."""
 
     participant: str
-    call_id: str
-    tool_name: str
+    attempts: Sequence[ToolAttempt]
+
+
+class AwaitVerdict(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The verdict about an attempt that was ``pending``; replied to when it is there. Reply:
+    :class:`ToolsAdmitted` with one verdict."""
+
+    participant: str
+    attempt_id: str
+
+
+class ReadUsage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the tree used. Reply: :class:`UsageRead`."""
+
+    participant: str
+
+
+class Compacting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A context policy shortens a conversation. Needs no reply."""
+
+    participant: str
+    payload: CompactionPayload
 
 
 class ToolDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -206,6 +309,7 @@ class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     placement: Literal["pooled"]
     work: bytes
     """The agent or driver, pickled by the participant's process; never stored."""
+    trace: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class AwaitChild(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -296,7 +400,8 @@ class GetArtifact(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ParticipantMessage = (
-    AdmitModel | SettleModel | AdmitTool | ToolDone | Record | Emit | Spawn | AwaitChild | CancelChild
+    PrepareRun | PrepareModel | ReleaseModel | AdmitModel | SettleModel | AdmitTools | AwaitVerdict
+    | ReadUsage | Compacting | ToolDone | Record | Emit | Spawn | AwaitChild | CancelChild
     | Began | TakeInput | EndTurn | NextTurn | Revise | AskInput | WithdrawInput | PutArtifact
     | GetArtifact | Finished
 )  # fmt: skip
@@ -306,9 +411,35 @@ class ModelAdmitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_tokens: int | None
 
 
-class ToolAdmitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    allowed: bool
+class ModelPrepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a controller and a context policy made of a call."""
+
+    role: str
+    tools: Sequence[str]
+    """Names of the tools that may be offered."""
+    options: dict[str, Any]
+    """What the controller sets; each is on the list of the role's binding."""
+    messages: Sequence[bytes] | None = None
+    """The projected request; ``None`` where it is as it was."""
+
+
+class ToolVerdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Whether one attempt may run."""
+
+    allowed: bool = False
+    denial: DenialKind | None = None
     reason: str = ""
+    pending: bool = False
+    """Not decided yet: :class:`AwaitVerdict` gives it."""
+
+
+class ToolsAdmitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    verdicts: Sequence[ToolVerdict]
+    """In the order of the attempts."""
+
+
+class UsageRead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    report: UsageReport
 
 
 class Spawned(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -355,8 +486,8 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 RootReply = (
-    ModelAdmitted | ToolAdmitted | Spawned | Acknowledged | ChildEnded | TakenInput | Revision
-    | InputReply | ArtifactRead | Rejected
+    ModelPrepared | ModelAdmitted | ToolsAdmitted | UsageRead | Spawned | Acknowledged | ChildEnded
+    | TakenInput | Revision | InputReply | ArtifactRead | Rejected
 )  # fmt: skip
 
 
@@ -387,6 +518,8 @@ class ChildOrder(msgspec.Struct, frozen=True, kw_only=True):
     work: bytes
     token_limited: bool
     """The tree has a token limit: agents ask for their usual output only."""
+    trace: dict[str, str] = msgspec.field(default_factory=dict)
+    """W3C trace context of whoever started it."""
 
 
 def encode_output(output: DriverOutput) -> bytes:

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 import msgspec
 
 from retinue.budgets import Usage
-from retinue.errors import DamagedRecord
 from retinue.events import Event, EventsLost, ModelComplete, RunTerminal, decode_event, encode_event
 from retinue.ids import Identity
-from retinue.messages import Content, encode_message, user
+from retinue.messages import encode_message, user
 from retinue.results import Reason, RunResult
-from retinue.run_queue import QueuedRun
+from retinue.run_queue import QueuedRun, record_input
 from retinue.store import (
     CommitSession,
     FinishRun,
@@ -112,7 +111,7 @@ async def _end(store: Store, grant: LeaseGrant, session: StoredSession, record: 
         session_id=record.session_id,
         final_cursor=final_cursor,
     )
-    message = encode_message(user(_input(record)))
+    message = encode_message(user(record_input(record)))
     revision = await store.commit(
         CommitSession(
             lease=grant.lease,
@@ -125,23 +124,13 @@ async def _end(store: Store, grant: LeaseGrant, session: StoredSession, record: 
                 run_id=record.run_id,
                 outcome=_envelope(record, final_cursor, RunTerminal(result)),
                 final_cursor=final_cursor,
+                approvals="interrupted",
             ),
         )
     )
     return msgspec.structs.replace(
         session, revision=revision, replayable=False, messages=[*session.messages, message]
     )
-
-
-def _input(record: RunRecord) -> Content:
-    try:
-        return msgspec.json.decode(record.input, type=Content)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise DamagedRecord(
-            f"the input of run {record.run_id} cannot be read: {error}; its bytes are kept. Restore the "
-            "store from a copy, or go on in another session",
-            place=f"run {record.run_id}: input",
-        ) from None
 
 
 def _envelope(record: RunRecord, number: int, payload: EventsLost | RunTerminal) -> bytes:

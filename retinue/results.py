@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
 from retinue.budgets import BudgetSnapshot, Usage
-from retinue.errors import RetinueError
-from retinue.messages import Message
+from retinue.errors import BudgetExhausted, RetinueError
+from retinue.messages import Message, escape_surrogates
 
 Status = Literal["completed", "failed", "cancelled", "stopped", "awaiting_input"]
 STATUSES: tuple[Status, ...] = ("completed", "failed", "cancelled", "stopped", "awaiting_input")
@@ -28,17 +29,27 @@ def error_text(error: BaseException) -> str:
         return type(error).__name__
 
 
-class Reason(msgspec.Struct, frozen=True):
+class Reason(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why a run ended as it did; ``code`` is from a closed list (contract section 6)."""
 
     code: str
     message: str = ""
+    data: dict[str, Any] | None = None
+    """Of ``budget_exhausted``: what was refused (see :class:`retinue.errors.BudgetExhausted`)."""
+
+    @classmethod
+    def told(cls, payload: Mapping[str, Any]) -> Reason:
+        """The reason that :meth:`RetinueError.to_payload` tells of."""
+        code = str(payload["code"])
+        data = payload.get("data") if code == BudgetExhausted.code else None
+        return cls(code, str(payload["message"]), data or None)
 
     @classmethod
     def of(cls, error: BaseException) -> Reason:
         """The reason of an error that escaped: its own code, or ``execution_failed``."""
         code = error.code if isinstance(error, RetinueError) else "execution_failed"
-        return cls(code, error_text(error))
+        data = error.data if isinstance(error, BudgetExhausted) else None
+        return cls(code, error_text(error), data or None)
 
 
 class ArtifactReference(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,7 +82,9 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def shortened(self, artifact_id: str) -> RunResult:
         """This result cut to what an event can carry, with the whole one referred to as an artifact."""
-        reason = self.reason and Reason(self.reason.code[:_CUT_CODE], self.reason.message[:_CUT_MESSAGE])
+        reason = self.reason and Reason(
+            self.reason.code[:_CUT_CODE], self.reason.message[:_CUT_MESSAGE], self.reason.data
+        )
         return msgspec.structs.replace(
             self,
             text=self.text[:_CUT_TEXT],
@@ -104,6 +117,23 @@ class DriverOutput:
         if self.status not in STATUSES:
             return f"status {self.status!r} is not one of {', '.join(STATUSES)}"
         return self.usage.problem() if isinstance(self.usage, Usage) else None
+
+
+def error_payload(error: BaseException) -> dict[str, Any]:
+    """An error that escaped, for another process: its code and text, never its traceback.
+
+    Of a group, the first one counts, so that a refusal in a task group is still a refusal. Text that UTF-8
+    cannot carry, or data that is no JSON, must not keep it from arriving.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    reason = Reason.of(error)
+    if isinstance(error, RetinueError):
+        with contextlib.suppress(Exception):
+            payload = error.to_payload()
+            msgspec.json.encode(payload)
+            return payload
+    return {"code": escape_surrogates(str(reason.code)), "message": escape_surrogates(reason.message)}
 
 
 def encode_result(result: RunResult) -> bytes:

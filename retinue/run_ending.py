@@ -14,6 +14,7 @@ from typing import Protocol
 
 import msgspec
 
+from retinue.ended_runs import usage_artifact
 from retinue.errors import Interrupted, LeaseLost, StoreUnavailable
 from retinue.lease_watch import LeaseWatch
 from retinue.messages import close_open_calls, decode_message, encode_message, escape_surrogates
@@ -69,7 +70,7 @@ class Ending:
             reason = cancelled or Reason("cancelled", "the driver was cancelled")
             return cls(status_of_cancel(reason), reason=reason, partial=True, state=finished.state)
         if finished.error is not None:
-            reason = Reason(str(finished.error["code"]), str(finished.error["message"]))
+            reason = Reason.told(finished.error)
             status: Status = "stopped" if reason.code == "budget_exhausted" else "failed"
             return cls(status, reason=reason, partial=True, state=finished.state)
         output = decode_output(finished.output or b"")
@@ -130,7 +131,7 @@ class RunEnding:
             state=ending.state,
             replayable=replayable,
             events=events,
-            artifacts=artifacts,
+            artifacts=[*artifacts, *self._usage_report()],
             outcome=self._outcome(result),
         )
         self.hops += 1
@@ -202,8 +203,25 @@ class RunEnding:
         return True
 
     def _outcome(self, result: RunResult) -> RunOutcome:
+        lost = result.reason is not None and result.reason.code in _LOST_CODES
         return RunOutcome(
-            run_id=self._start.run_id, outcome=self.terminal_body(result), final_cursor=result.final_cursor
+            run_id=self._start.run_id,
+            outcome=self.terminal_body(result),
+            final_cursor=result.final_cursor,
+            approvals="interrupted" if lost else f"the run ended {result.status}",
+        )
+
+    def _usage_report(self) -> Sequence[StoredArtifact]:
+        """What each participant used, where there is more to tell than the result does."""
+        if self._tree.children == 0:
+            return ()
+        report = self._tree.ledger.report(self._start.run_id)
+        return (
+            StoredArtifact(
+                artifact_id=usage_artifact(self._start.run_id),
+                mime_type="application/json",
+                data=msgspec.json.encode(report),
+            ),
         )
 
     def terminal_body(self, result: RunResult) -> bytes:
@@ -221,7 +239,7 @@ class RunEnding:
             usage = output.usage
         reason = ending.reason
         if reason is not None:
-            reason = Reason(escape_surrogates(reason.code), escape_surrogates(reason.message))
+            reason = Reason(escape_surrogates(reason.code), escape_surrogates(reason.message), reason.data)
         return RunResult(
             status=ending.status,
             text=output.text if output else "",

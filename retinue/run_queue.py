@@ -1,4 +1,4 @@
-"""Runs of one session that wait for the one before them, in order (``if_busy``)."""
+"""Runs of one session that wait for the one before them, in order (``if_busy``); what their records keep."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from retinue.errors import Overloaded
+from retinue.errors import DamagedRecord, Overloaded
+from retinue.messages import Content
 from retinue.protocol import StartRun
+from retinue.store import RunRecord
 
 if TYPE_CHECKING:
     from retinue.runs import Run
@@ -89,3 +91,15 @@ class RunQueue:
     def _number(self) -> None:
         for position, run in enumerate(self._runs, start=1):
             run.queue_position = position
+
+
+def record_input(record: RunRecord) -> Content:
+    """What a run was started with, as its record has it; raises :class:`DamagedRecord`."""
+    try:
+        return msgspec.json.decode(record.input, type=Content)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise DamagedRecord(
+            f"the input of run {record.run_id} cannot be read: {error}; its bytes are kept. Restore the "
+            "store from a copy, or go on in another session",
+            place=f"run {record.run_id}: input",
+        ) from None

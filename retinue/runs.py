@@ -9,22 +9,29 @@ A run lives on the control loop; its driver runs on a user loop and reaches it t
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from retinue.approval_desk import ApprovalDesk
+from retinue.approvals import ApprovalRequest
 from retinue.artifacts import SessionArtifacts
+from retinue.budgets import UsageReport
 from retinue.clocks import RunClocks
 from retinue.config import RuntimeConfig
 from retinue.drivers import RunRequest
 from retinue.errors import LeaseLost, NotFound, RetinueError, Unsupported
 from retinue.events import Control, Payload
+from retinue.gate import PoliciesStopped
 from retinue.grants import Grants
 from retinue.ids import new_id
 from retinue.inbox import RunInbox
 from retinue.messages import escape_surrogates
+from retinue.participants import Participant
 from retinue.protocol import (
+    DecideRequest,
     Finished,
     Receipt,
     ReplyInput,
@@ -35,10 +42,14 @@ from retinue.protocol import (
     StartRun,
 )
 from retinue.resources import SessionResources
-from retinue.results import Reason, RunResult
+from retinue.results import Reason, RunResult, error_text
 from retinue.run_ending import Ending, RunEnding, SessionState, status_of_cancel
 from retinue.run_events import EventSource, RunEvents
-from retinue.tree import ChildLauncher, Participant, Tree
+from retinue.run_policies import RunPolicies
+from retinue.store import StoredApproval
+from retinue.tree import ChildLauncher, Tree
+
+logger = logging.getLogger(__name__)
 
 
 class RootExecution(Protocol):
@@ -101,6 +112,8 @@ class Run:
             deadline=start.deadline,
             grants=config.grants.narrowed(start.grants),
             run_mode=start.run_mode,
+            resumes=None if start.resumes is None else start.resumes.run_id,
+            trace=start.trace,
         )
         self.settled: asyncio.Future[RunResult] = asyncio.get_running_loop().create_future()
         self.settled.add_done_callback(_seen)
@@ -136,6 +149,18 @@ class Run:
             on_wait=self.clocks.wait,
             on_resume=self.clocks.work,
         )
+        self.desk: ApprovalDesk | None = None
+        """Where approvals are asked for and decided; ``None`` where nobody can be asked."""
+        if config.approvals is not None:
+            self.desk = ApprovalDesk(
+                self.request,
+                config.approvals,
+                store=session.store,
+                lease=session.lease,
+                emit=self.events.emit,
+                notify=self._notify,
+                wall_clock=environment.wall_clock,
+            )
         self.tree = Tree(
             self.request,
             config,
@@ -145,12 +170,16 @@ class Run:
             artifacts=SessionArtifacts(session.store, session.lease),
             room=self._room,
             activation_id=session.activation_id,
+            desk=self.desk,
+            carried=None if start.resumes is None else start.resumes.carried,
         )
+        self._notified: set[asyncio.Task[None]] = set()
         self.hops = 0
         """Remote calls awaited before the run began, on its critical path."""
         self._environment = environment
         self._cancelled: Reason | None = None
         self._execution: RootExecution | None = None
+        self._policies: RunPolicies | None = None
         self._ending = RunEnding(start, session, self.tree, self.events, lambda: self._cancelled)
 
     # --- what others ask ----------------------------------------------------------------------------------
@@ -188,7 +217,12 @@ class Run:
             hops=self.hops + self._ending.hops + self.tree.hops,
             pending_input=self.inbox.pending,
             queue_position=self.queue_position,
+            pending_approvals=() if self.desk is None else self.desk.pending,
         )
+
+    def usage_report(self) -> UsageReport:
+        """What the tree used so far."""
+        return self.tree.ledger.report(self.run_id)
 
     async def result(self) -> Settled:
         """The result once there is one, with the final figures.
@@ -229,6 +263,41 @@ class Run:
             boundary="question",
             status=self.status(),
         )
+
+    async def decide(self, decision: DecideRequest) -> StoredApproval:
+        """Approve or deny a call that waits. Raises what :meth:`ApprovalDesk.decide` does."""
+        if self.desk is None:
+            raise NotFound(f"run {self.run_id} asks for no approvals", run_id=self.run_id)
+        return await self.desk.decide(decision)
+
+    @property
+    def policies(self) -> RunPolicies | None:
+        """What the application has to say; there from the moment that the driver starts."""
+        return self._policies
+
+    @policies.setter
+    def policies(self, policies: RunPolicies) -> None:
+        self._policies = self.tree.gate.policies = policies
+
+    def _notify(self, request: ApprovalRequest) -> None:
+        """Tell the application of a request for approval; what it answers may decide it."""
+        if self.config.approvals is None or self.config.approvals.on_request is None:
+            return
+        telling = asyncio.ensure_future(self._tell(request))
+        self._notified.add(telling)
+        telling.add_done_callback(self._notified.discard)
+
+    async def _tell(self, request: ApprovalRequest) -> None:
+        assert self._policies is not None
+        assert self.desk is not None
+        try:
+            answer = await self._policies.decide(request)
+        except PoliciesStopped:
+            return
+        except Exception as error:
+            logger.warning("Approvals.on_request failed for %s: %s", request.id, error_text(error))
+            return
+        await self.desk.decided_by_callback(request.id, answer)
 
     def cancel(self, reason: str) -> Receipt:
         """Stop the run with everything below it. Only the first call counts; none does after the end."""
@@ -289,6 +358,8 @@ class Run:
             ending = Ending("failed", reason=Reason.of(error), partial=True)
         self.tree.stop("the run ended")
         await self.tree.settled()
+        if self._notified:
+            await asyncio.wait(self._notified)
         self.tree.close()
         try:
             result = await self._ending.commit(ending)

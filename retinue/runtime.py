@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args
 
 from retinue.apps import AppSpec, Isolation, app_by_name, app_by_value, check_isolation
 from retinue.backend import Backend
+from retinue.budgets import Budgets
 from retinue.config import ConfigMembers, RuntimeConfig
 from retinue.drivers import RunMode
 from retinue.errors import InputError, NotShippable, Unsupported, ValidationFailed
@@ -17,11 +18,12 @@ from retinue.handles import RunHandle
 from retinue.ids import Identity, check_id, check_identity, new_id
 from retinue.loop import awaited, blocking, on_client_loop
 from retinue.messages import Content, check_content
-from retinue.protocol import IfBusy, StartRun
+from retinue.protocol import IfBusy, Resumption, StartRun
 from retinue.results import RunResult
+from retinue.runtime_approvals import RuntimeApprovals
 from retinue.runtime_resources import Resources
 from retinue.runtime_sessions import Sessions
-from retinue.store import Guarantees, StoredArtifact, StoreEngine
+from retinue.store import Guarantees, RunRecord, StoredArtifact, StoreEngine
 
 if TYPE_CHECKING:
     from retinue.inprocess import InProcessBackend
@@ -86,6 +88,7 @@ class Runtime:
             raise Unsupported(f"backend {backend!r} is not 'ray' or 'inprocess'", operation="backend")
         self.sessions = Sessions(self._backend)
         self.resources = Resources(self._backend)
+        self.approvals = RuntimeApprovals(self._backend)
 
     # --- runs ---------------------------------------------------------------------------------------------
 
@@ -201,6 +204,63 @@ class Runtime:
         )
         return self.start(
             said if input is None else input, identity=identity, session_id=forked.session_id, **options
+        )
+
+    async def resume(
+        self,
+        run: RunHandle | str,
+        *,
+        top_up: Budgets,
+        identity: Identity | None = None,
+        run_id: str | None = None,
+        if_busy: Literal["reject", "queue"] = "reject",
+        deadline: float | datetime | None = None,
+    ) -> RunHandle:
+        """Go on with a run that ended ``budget_exhausted``: in the same session, from its history as it is.
+
+        The new run has an id of its own, the same task, and that run's spending on its ledger, under its
+        limits and the top-up together. An agent goes on with the conversation; a driver of your own finds the
+        id in ``request.resumes`` and the history in ``services.history``.
+
+        Args:
+            run: its handle, or its id together with ``identity``.
+            top_up: added to the limits; what is unlimited stays so.
+            run_id: of the new run, so that repeating this is harmless; made up when left out.
+            if_busy: as for :meth:`start`.
+            deadline: of the new run.
+
+        Raises:
+            NotFound: there is no such run for this identity.
+            InputError: an argument is wrong. That the run did not run out of budget, or that the top-up does
+                not reach what was refused, comes with ``accepted()`` or the result.
+        """
+        if not isinstance(top_up, Budgets):
+            raise InputError(f"top_up must be a retinue.Budgets, not {type(top_up).__name__}", field="top_up")
+        if isinstance(run, RunHandle):
+            identity = run.identity
+        elif identity is None:
+            raise InputError("a run is found by its id only together with an identity", field="identity")
+        check_identity(identity, "any")
+        of = run.run_id if isinstance(run, RunHandle) else run
+        check_id("run", of)
+        found = identity
+
+        async def find() -> RunRecord:
+            return await (await self._backend.client()).find_run(found, of)
+
+        record = await awaited(on_client_loop(find()))
+        start = StartRun(
+            run_id=new_id("run") if run_id is None else run_id,
+            identity=identity,
+            session_id=record.session_id,
+            input="(that of the run)",
+            grants=None,
+            deadline=_check_deadline(deadline),
+            if_busy=if_busy,
+            resumes=Resumption(run_id=of, top_up=top_up),
+        )
+        return RunHandle(
+            self._backend, run_id=start.run_id, identity=identity, session_id=record.session_id, start=start
         )
 
     def attach(self, run_id: str, *, identity: Identity) -> RunHandle:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 import msgspec
 
 from retinue.artifacts import check_artifact
-from retinue.budgets import Budgets, BudgetSnapshot
+from retinue.budgets import Budgets, BudgetSnapshot, UsageReport
 from retinue.delegates import Delegate, pickle_work
 from retinue.deltas import Deltas, OrderedPort, text_size
 from retinue.drivers import ExecutionDriver, RunRequest
@@ -33,10 +32,7 @@ from retinue.messages import (
     Content,
     Message,
     ToolCall,
-    ToolPairing,
     check_content,
-    decode_message,
-    encode_message,
 )
 from retinue.model_calls import ModelCalls
 from retinue.model_stream import ModelStream
@@ -50,12 +46,13 @@ from retinue.protocol import (
     InputReply,
     ParticipantMessage,
     PutArtifact,
-    Record,
+    ReadUsage,
     Rejected,
     RootReply,
     Spawn,
     TakeInput,
     TakenInput,
+    UsageRead,
     WithdrawInput,
 )
 from retinue.publishing import MessagePublisher, is_text_event
@@ -64,9 +61,10 @@ from retinue.results import ArtifactReference
 from retinue.root_port import RootPort
 from retinue.run_input import check_question
 from retinue.store import StoredArtifact
-from retinue.tool_calls import ToolCalls
+from retinue.tool_calls import CallRules, ToolCalls
 from retinue.tool_tasks import TaskRunner
 from retinue.tools import Tool, ToolResult
+from retinue.transcripts import Transcript
 
 if TYPE_CHECKING:
     from retinue.agents import Agent
@@ -90,6 +88,7 @@ class ExecutionServices:
         state: bytes = b"{}",
         token_limited: bool = False,
         session_resources: SessionResources | None = None,
+        call_prefix: str = "call",
     ) -> None:
         self.request = request
         self.config = config
@@ -98,18 +97,16 @@ class ExecutionServices:
         self.state: dict[str, Any] = msgspec.json.decode(state)
         """Application state of the session; a delegate has none of its own."""
         self.cancelled = False
-        self.transcript: list[bytes] = []
-        """Encoded messages of this execution, as recorded."""
         self._deltas = Deltas(lambda delta: port.tell(Emit(participant=self.participant, payload=delta)))
         self._port = OrderedPort(port, self._deltas)
-        self._history = list(history)
+        self.transcript = Transcript(history, run_id=request.run_id, is_root=self._is_root, tell=self.tell)
+        """What was said, as recorded."""
         self.owned = OwnedWork(at_end=self._deltas.close)
         """What must be done before the execution has ended."""
         self.resources = RunResources(session_resources)
         """What is released after its end."""
-        self._pairing = ToolPairing()
-        self._other_pairings: dict[str, ToolPairing] = {}
         self._call_ids = itertools.count(1)
+        self._call_prefix = call_prefix
         self.threads = threads
         """For code that blocks; see :func:`retinue.workers.in_thread`."""
         self.tasks = tasks
@@ -140,15 +137,22 @@ class ExecutionServices:
     @property
     def history(self) -> list[Message]:
         """A fresh copy of the canonical conversation; a delegate starts with none."""
-        return [decode_message(body) for body in self._history]
+        return self.transcript.history
 
     @property
     def budget(self) -> BudgetSnapshot:
         """What the whole tree has spent, reserved and left."""
         return self._port.budget
 
+    async def usage_report(self) -> UsageReport:
+        """What the whole tree used so far, by participant, model role and tool."""
+        reply = await self.ask(ReadUsage(participant=self.participant))
+        assert isinstance(reply, UsageRead)
+        return reply.report
+
     def next_call_id(self) -> str:
-        return f"call-{next(self._call_ids)}"
+        """An id that no other call of this execution has."""
+        return f"{self._call_prefix}-{next(self._call_ids)}"
 
     # --- models -------------------------------------------------------------------------------------------
 
@@ -245,7 +249,18 @@ class ExecutionServices:
             ModelFailed: the answer calls tools or is cut; its usage has been counted.
             BudgetExhausted, AccessDenied: as for :meth:`model`.
         """
-        return await self.run_owned(self._models.control(role, messages, max_tokens, temperature))
+        return await self.run_owned(self._models.policy("control", role, messages, max_tokens, temperature))
+
+    async def finish_model(
+        self, role: str, messages: Sequence[Message], *, max_tokens: int | None = None
+    ) -> ModelResponse:
+        """One call to bring the work to its end: it may use what ``Budgets.finishing_model_calls`` and
+        ``finishing_tokens`` keep back, beside what is left. Plain messages, no tools.
+
+        Raises:
+            What :meth:`control_model` raises.
+        """
+        return await self.run_owned(self._models.policy("finishing", role, messages, max_tokens))
 
     # --- tools and effects --------------------------------------------------------------------------------
 
@@ -254,14 +269,29 @@ class ExecutionServices:
         """The tools of the app, and of its abilities."""
         return (*self.config.tools, *self.ability_tools)
 
-    async def dispatch(self, call: ToolCall, *, tools: Sequence[Tool] = ()) -> ToolResult:
+    async def dispatch(
+        self, call: ToolCall, *, tools: Sequence[Tool] = (), rules: CallRules | None = None
+    ) -> ToolResult:
         """Run one tool through the gate. Always a result: errors and denials are results too.
 
         Args:
             call: name, id and arguments; arguments that do not fit the schema use no attempt.
             tools: tools beside the app's own, such as an agent's.
+            rules: what an agent adds to the rules of its app, its tools among it.
         """
-        return await self.run_owned(self._tools.dispatch(call, tools))
+        return await self.run_owned(self._tools.dispatch(call, rules or CallRules(tools=tools)))
+
+    async def dispatch_batch(
+        self, calls: Sequence[ToolCall], *, tools: Sequence[Tool] = (), rules: CallRules | None = None
+    ) -> list[ToolResult]:
+        """Run the tool calls of one answer, admitted together; the results in the order of the calls.
+
+        Of a batch over the limit the first that fit run, or none: see ``RuntimeConfig.tool_batches``.
+
+        Raises:
+            ModelFailed: ids that are empty or repeated; nothing is run then.
+        """
+        return await self.run_owned(self._tools.dispatch_batch(calls, rules or CallRules(tools=tools)))
 
     async def dispatch_effect(
         self, name: str, arguments: Mapping[str, Any], execute: Callable[[dict[str, Any]], Awaitable[T]]
@@ -463,7 +493,7 @@ class ExecutionServices:
             InputError: not a message, text that no store can carry, or a tool result without its call.
                 Nothing was added then.
         """
-        self._record(messages, conversation=not self._is_root)
+        self.transcript.append(messages)
 
     def record_conversation(self, messages: Sequence[Message], *, execution_id: str | None = None) -> None:
         """Add messages to this execution's conversation, and for the root to canonical history too.
@@ -476,32 +506,7 @@ class ExecutionServices:
             InputError: as for :meth:`append`.
             Unsupported: a delegate names another conversation than its own.
         """
-        if execution_id is None or execution_id == self.request.run_id:
-            self._record(messages, conversation=True)
-            return
-        check_id("execution_id", execution_id)
-        if not self._is_root:
-            raise Unsupported(
-                "a delegate records its own conversation only", operation="execution_id in a delegate"
-            )
-        pairing, bodies = _paired(self._other_pairings.get(execution_id) or ToolPairing(), messages)
-        self.tell(Record(conversation=bodies, execution_id=execution_id))
-        self._other_pairings[execution_id] = pairing
-
-    def _record(self, messages: Sequence[Message], *, conversation: bool) -> None:
-        pairing, bodies = _paired(self._pairing, messages)
-        if self._is_root:
-            self.tell(
-                Record(
-                    canonical=bodies,
-                    conversation=bodies if conversation else (),
-                    execution_id=self.request.run_id,
-                )
-            )
-            self._history.extend(bodies)
-        if conversation:
-            self.transcript.extend(bodies)
-        self._pairing = pairing
+        self.transcript.record(messages, execution_id)
 
     @property
     def _is_root(self) -> bool:
@@ -557,18 +562,6 @@ class ExecutionServices:
     def tell(self, message: ParticipantMessage) -> None:
         self.owned.check_running()
         self._port.tell(message)
-
-
-def _paired(before: ToolPairing, messages: Sequence[Message]) -> tuple[ToolPairing, list[bytes]]:
-    """The messages, encoded, and the pairing of calls and results after them; neither is changed here."""
-    bodies = [encode_message(message) for message in messages]
-    pairing = copy.deepcopy(before)
-    for index, message in enumerate(messages):
-        try:
-            pairing.add(message)
-        except ValueError as error:
-            raise InputError(f"messages[{index}] {error}") from None
-    return pairing, bodies
 
 
 def _check_budgets(budgets: object) -> None:

@@ -16,12 +16,14 @@ from typing import TypeVar
 
 import msgspec
 
+from retinue.approval_records import unknown_approval
 from retinue.config import RuntimeConfig
 from retinue.errors import InputError, LeaseLost, NotFound, RetinueError, SessionConflict, StoreUnavailable
 from retinue.hooks import DeactivationReason
 from retinue.ids import SessionAddress
 from retinue.lease_watch import LeaseWatch
 from retinue.protocol import (
+    DecideRequest,
     EventPageReply,
     Receipt,
     ReplyInput,
@@ -31,9 +33,10 @@ from retinue.protocol import (
     StartRun,
 )
 from retinue.resources import SessionResources
+from retinue.resumption import resumed
 from retinue.run_queue import QueuedRun, RunQueue
 from retinue.runs import Run, RunEnvironment
-from retinue.store import Lease, LeaseGrant, RunRecord, Store
+from retinue.store import Lease, LeaseGrant, RunRecord, Store, StoredApproval
 from retinue.store_wait import STORE_WAIT, until_stored
 
 T = TypeVar("T")
@@ -165,6 +168,9 @@ class Session:
         self._accepting[start.run_id] = accepting
         run: Run | None = None
         try:
+            if start.resumes is not None:
+                known = await self.store.read_run(start.identity, start.resumes.run_id)
+                start = resumed(start, known)
             run = self._make(start, queued=queued)
             if queued:  # its place counts, and is in order, from this moment on
                 self._queue.add(run, first=start.if_busy == "cancel")
@@ -195,7 +201,9 @@ class Session:
 
     async def _record(self, run: Run, *, queued: bool) -> None:
         start = run.start
-        what = QueuedRun(start=start, app_digest=self._app_digest)
+        # The input is in the record already.
+        kept = start if queued else msgspec.structs.replace(start, input="")
+        what = QueuedRun(start=kept, app_digest=self._app_digest)
         record = RunRecord(
             tenant_id=start.identity.tenant_id,
             user_id=start.identity.user_id,
@@ -207,7 +215,7 @@ class Session:
             input=msgspec.json.encode(start.input),
             created_at=time.time(),
             queued=queued,
-            start=msgspec.json.encode(what) if queued else b"",
+            start=msgspec.json.encode(what),
         )
         run.hops += 1
         stored = await self.store.open_run(self.lease, record)
@@ -396,6 +404,13 @@ class Session:
     def reply(self, reply: ReplyInput) -> Receipt:
         """An answer for a run. Raises :class:`NotFound`, and what :meth:`RunInbox.reply` does."""
         return self.run(reply.run_id).reply(reply)
+
+    async def decide(self, decision: DecideRequest) -> StoredApproval:
+        """A decision about a call. Raises :class:`NotFound`, and what :meth:`ApprovalDesk.decide` does."""
+        run = self.run(decision.run_id)
+        if run.desk is None:  # the run is here, so nobody needs to look elsewhere
+            raise unknown_approval(decision.approval_id)
+        return await run.decide(decision)
 
     def cancel(self, run_id: str, reason: str) -> Receipt | None:
         """Cancel a run; one that was not started yet is remembered, and starts cancelled."""

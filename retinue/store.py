@@ -19,12 +19,15 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
+from retinue.approvals import ApprovalState
 from retinue.errors import error_from_payload
 from retinue.ids import Identity, SessionAddress
 from retinue.store_operations import (
     PAGE_LIMIT,
     AcquireLease,
     AppendEvents,
+    ApprovalPage,
+    ApprovalStands,
     ArtifactIds,
     BeginRun,
     CommitSession,
@@ -36,17 +39,21 @@ from retinue.store_operations import (
     FenceHolder,
     FinishRun,
     ForkSession,
+    FoundApproval,
     FoundArtifact,
     FoundRun,
     FoundSession,
     LeaseGrant,
+    ListApprovals,
     ListArtifacts,
     ListRuns,
     ListSessions,
     MarkReplayable,
+    OpenApproval,
     OpenRun,
     OpenRuns,
     PutArtifacts,
+    ReadApproval,
     ReadArtifact,
     ReadEvents,
     ReadOpenRuns,
@@ -60,6 +67,7 @@ from retinue.store_operations import (
     RunPage,
     SessionPage,
     SessionSummary,
+    SettleApproval,
     StoredRun,
     StoreOperation,
     StoreReply,
@@ -75,21 +83,78 @@ from retinue.stored import (
     Origin,
     RunOutcome,
     RunRecord,
+    StoredApproval,
     StoredArtifact,
     StoredEvent,
     StoredSession,
 )
 
 __all__ = [
-    "EVENT_BLOCK", "LEASE_PERIOD", "LEASE_RENEWAL", "PAGE_LIMIT", "AcquireLease", "AppendEvents",
-    "ArtifactIds", "Attestation", "BeginRun", "CommitSession", "Committed", "DeleteSession", "Done",
-    "EventPage", "FenceHolder", "Fenced", "FinishRun", "ForkSession", "FoundArtifact", "FoundRun",
-    "FoundSession", "Guarantees", "Holder", "Lease", "LeaseGrant", "ListArtifacts", "ListRuns",
-    "ListSessions", "MarkReplayable", "OpenRun", "OpenRuns", "Origin", "PutArtifacts", "ReadArtifact",
-    "ReadEvents", "ReadOpenRuns", "ReadRun", "ReadSession", "Refused", "ReleaseLease", "RenewLeases",
-    "Renewed", "ReplaceSession", "RunOutcome", "RunPage", "RunRecord", "SessionPage", "SessionSummary",
-    "Store", "StoreEngine", "StoreOperation", "StoreReply", "StoreStatistics", "StoredArtifact",
-    "StoredEvent", "StoredRun", "StoredSession",
+    "EVENT_BLOCK",
+    "LEASE_PERIOD",
+    "LEASE_RENEWAL",
+    "PAGE_LIMIT",
+    "AcquireLease",
+    "AppendEvents",
+    "ApprovalPage",
+    "ApprovalStands",
+    "ArtifactIds",
+    "Attestation",
+    "BeginRun",
+    "CommitSession",
+    "Committed",
+    "DeleteSession",
+    "Done",
+    "EventPage",
+    "FenceHolder",
+    "Fenced",
+    "FinishRun",
+    "ForkSession",
+    "FoundApproval",
+    "FoundArtifact",
+    "FoundRun",
+    "FoundSession",
+    "Guarantees",
+    "Holder",
+    "Lease",
+    "LeaseGrant",
+    "ListApprovals",
+    "ListArtifacts",
+    "ListRuns",
+    "ListSessions",
+    "MarkReplayable",
+    "OpenApproval",
+    "OpenRun",
+    "OpenRuns",
+    "Origin",
+    "PutArtifacts",
+    "ReadApproval",
+    "ReadArtifact",
+    "ReadEvents",
+    "ReadOpenRuns",
+    "ReadRun",
+    "ReadSession",
+    "Refused",
+    "ReleaseLease",
+    "RenewLeases",
+    "Renewed",
+    "ReplaceSession",
+    "RunOutcome",
+    "RunPage",
+    "RunRecord",
+    "SessionPage",
+    "SessionSummary",
+    "SettleApproval",
+    "Store",
+    "StoreEngine",
+    "StoreOperation",
+    "StoreReply",
+    "StoreStatistics",
+    "StoredApproval",
+    "StoredArtifact",
+    "StoredEvent",
+    "StoredRun",
+    "StoredSession",
 ]  # fmt: skip
 
 
@@ -199,6 +264,33 @@ class Store:
 
     async def list_artifacts(self, address: SessionAddress) -> Sequence[str]:
         return cast(ArtifactIds, await self._one(ListArtifacts(address=address))).ids
+
+    async def open_approval(self, lease: Lease, approval: StoredApproval) -> StoredApproval:
+        """Store a request for approval; what stands of it."""
+        opened = await self._one(OpenApproval(lease=lease, approval=approval))
+        return cast(ApprovalStands, opened).approval
+
+    async def settle_approval(
+        self,
+        lease: Lease,
+        approval_id: str,
+        state: ApprovalState,
+        *,
+        by: str = "",
+        reason: str = "",
+        at: float,
+    ) -> ApprovalStands:
+        settlement = SettleApproval(
+            lease=lease, approval_id=approval_id, state=state, by=by, reason=reason, at=at
+        )
+        return cast(ApprovalStands, await self._one(settlement))
+
+    async def list_approvals(self, question: ListApprovals) -> ApprovalPage:
+        return cast(ApprovalPage, await self._one(question))
+
+    async def read_approval(self, identity: Identity, approval_id: str) -> StoredApproval | None:
+        found = await self._one(ReadApproval(identity=identity, approval_id=approval_id))
+        return cast(FoundApproval, found).approval
 
     async def replace(self, lease: Lease, messages: Sequence[bytes]) -> None:
         await self._one(ReplaceSession(lease=lease, messages=messages))

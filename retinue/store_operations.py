@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from retinue.approvals import ApprovalState
 from retinue.ids import Identity, SessionAddress
 from retinue.stored import (
     Attestation,
@@ -18,6 +19,7 @@ from retinue.stored import (
     Lease,
     RunOutcome,
     RunRecord,
+    StoredApproval,
     StoredArtifact,
     StoredEvent,
     StoredSession,
@@ -155,6 +157,35 @@ class PutArtifacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     artifacts: Sequence[StoredArtifact]
 
 
+class OpenApproval(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Store a request for approval, before it is shown. A repeat (same id) gives back what stands.
+
+    Refused with ``invalid_input`` when it names another session than the lease or its id is taken by another
+    request, and with ``not_found`` when this session has no such run. A request of a run that has its outcome
+    is stored as ``cancelled``. Reply: :class:`ApprovalStands`.
+    """
+
+    lease: Lease
+    approval: StoredApproval
+
+
+class SettleApproval(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Move a request out of ``pending``: a compare-and-set.
+
+    Where it is not pending any more nothing changes, and the reply shows what stands. Refused with
+    ``not_found`` when this session has no such request. Reply: :class:`ApprovalStands`.
+    """
+
+    lease: Lease
+    approval_id: str
+    state: ApprovalState
+    """Not ``pending``."""
+    by: str = ""
+    reason: str = ""
+    at: float
+    """Epoch seconds."""
+
+
 class ForkSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Begin another session of the same store and identity with a prefix of this one's history.
 
@@ -236,6 +267,32 @@ class ListRuns(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """As in :class:`ListSessions`."""
 
 
+class ListApprovals(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Requests for approval, oldest first. Reply: :class:`ApprovalPage`.
+
+    Refused with ``invalid_input`` for a user without a tenant, a session without a user, or a run without a
+    session.
+    """
+
+    tenant_id: str | None = None
+    """``None`` lists every tenant: for operators."""
+    user_id: str | None = None
+    session_id: str | None = None
+    run_id: str | None = None
+    state: ApprovalState | None = None
+    after: int | None = None
+    """``ApprovalPage.next`` of the page before."""
+    limit: int = 100
+    """As in :class:`ListSessions`."""
+
+
+class ReadApproval(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A request for approval of this identity. Reply: :class:`FoundApproval`."""
+
+    identity: Identity
+    approval_id: str
+
+
 class ListArtifacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The ids of a session's artifacts, in order. Reply: :class:`ArtifactIds`."""
 
@@ -281,7 +338,7 @@ StoreOperation = (
     AcquireLease | RenewLeases | ReleaseLease | FenceHolder | OpenRun | BeginRun | CommitSession
     | ReplaceSession | AppendEvents | FinishRun | PutArtifacts | ForkSession | MarkReplayable
     | DeleteSession | ReadSession | ReadRun | ReadOpenRuns | ReadEvents | ReadArtifact | ListSessions
-    | ListRuns | ListArtifacts
+    | ListRuns | ListArtifacts | OpenApproval | SettleApproval | ListApprovals | ReadApproval
 )  # fmt: skip
 
 
@@ -362,6 +419,24 @@ class RunPage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """``before`` of the next page; ``None`` after the last."""
 
 
+class ApprovalStands(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A request as it stands after the operation."""
+
+    approval: StoredApproval
+    changed: bool
+    """This operation made it so."""
+
+
+class FoundApproval(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    approval: StoredApproval | None
+
+
+class ApprovalPage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    approvals: Sequence[StoredApproval]
+    next: int | None
+    """``after`` of the next page; ``None`` after the last."""
+
+
 class ArtifactIds(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ids: Sequence[str]
 
@@ -375,5 +450,6 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 StoreReply = (
     LeaseGrant | Renewed | Done | Fenced | Committed | StoredRun | FoundRun | OpenRuns | FoundSession
-    | EventPage | FoundArtifact | SessionPage | RunPage | ArtifactIds | Refused
+    | EventPage | FoundArtifact | SessionPage | RunPage | ArtifactIds | ApprovalStands | FoundApproval
+    | ApprovalPage | Refused
 )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from retinue.approvals import ApprovalState
 from retinue.ids import SessionAddress
 
 LEASE_PERIOD = 15.0
@@ -108,7 +109,32 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     queued: bool = False
     """It waits for the run before it, or ended while it did: nothing of it has begun."""
     start: bytes = b""
-    """Of a queued run: what it was started with, for the activation that takes it up."""
+    """What it was started with: for the activation that takes a queued run up, and for whoever resumes
+    one."""
+
+
+class StoredApproval(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for approval and what became of it. ``request`` never changes."""
+
+    approval_id: str
+    tenant_id: str
+    user_id: str
+    session_id: str
+    run_id: str
+    """Of the root run."""
+    tool_name: str
+    digest: str
+    """Of the arguments."""
+    request: bytes
+    """A :class:`retinue.approvals.ApprovalRequest` as JSON."""
+    requested_at: float
+    """Epoch seconds."""
+    expires_at: float
+    state: ApprovalState = "pending"
+    decided_at: float | None = None
+    by: str = ""
+    """Who decided; empty where time or the end of the run did."""
+    reason: str = ""
 
 
 class StoredEvent(msgspec.Struct, frozen=True):
@@ -133,3 +159,5 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     outcome: bytes
     final_cursor: int
+    approvals: str = "the run ended"
+    """Reason with which requests for approval of this run that are still pending become ``cancelled``."""

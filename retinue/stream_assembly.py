@@ -22,6 +22,7 @@ from retinue.models import (
     ToolCallPiece,
     UsagePiece,
 )
+from retinue.tokens import estimate_text
 
 _CHUNKS = (TextPiece, ToolCallPiece, UsagePiece, FinishPiece)
 _decoder: msgspec.json.Decoder[ModelChunk] = msgspec.json.Decoder(ModelChunk)
@@ -71,6 +72,20 @@ class StreamAssembly:
         report = self._reported
         whole = report is not None and (report.terminal or self._finish is not None)
         return report.usage if report is not None and whole else None
+
+    def estimate(self, model_id: str) -> Usage | None:
+        """What can be told of a stream that broke off: the last running total, or else the output that came.
+
+        ``None`` where nothing came. Without a running total the input is 0: whoever asked knows it better.
+        """
+        if self._reported is not None:
+            return self._reported.usage
+        if not self.begun:
+            return None
+        pieces = [item.text for item in self._items.values()]
+        for call in self._calls.values():
+            pieces += [call.name, "".join(call.arguments)]
+        return Usage(output_tokens=sum(estimate_text(piece, model_id) for piece in pieces))
 
     @property
     def finished(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from retinue.agents import DEFAULT_CHILD_ROUNDTRIPS, Agent
 from retinue.errors import RetinueError
 from retinue.tool_context import ToolContext
+from retinue.tool_options import ToolOptions
 from retinue.tools import Tool
 
 TASK_TOOL = "task"
@@ -50,7 +51,9 @@ def task_tool(agents: Sequence[Agent], *, roundtrips: int, depth: int, max_depth
     # The schema lists the names, so that a wrong one is refused before the gate.
     names: Any = tuple(children)
     task.__annotations__["agent"] = Literal[names]
-    return Tool(task, name=TASK_TOOL, description=_description(agents))
+    # What those agents do passes the gate itself, in the mode of the run.
+    reads = ToolOptions(effect="read")
+    return Tool(task, name=TASK_TOOL, description=_description(agents), options=reads)
 
 
 def _child(agent: Agent, roundtrips: int) -> Agent:

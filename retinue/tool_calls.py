@@ -1,17 +1,33 @@
-"""Tool calls and effects: check the arguments, ask the gate, run, tell (contract section 7)."""
+"""Tool calls and effects: check the arguments, ask the gate, run, tell (contract section 7).
+
+    known? ──> schema ──> snapshot ──> the agent's own policy ──> the gate of the tree ──> unchanged?
+        ──> repeated? ──> cached? ──> run ──> large? an artifact ──> result
+
+Whatever goes wrong before the gate uses no attempt. A call is always answered by a result; what is refused is
+one that says why.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from retinue.errors import RetinueError, ToolFailed
+import msgspec
+
+from retinue.agents import TOOL_CONCURRENCY
+from retinue.errors import ModelFailed, RetinueError, ToolFailed
 from retinue.events import ToolProgress
 from retinue.messages import ToolCall, escape_surrogates
-from retinue.protocol import AdmitTool, ToolAdmitted, ToolDone
+from retinue.policies import CallUnderReview, DenialKind, ExecutionPolicy
+from retinue.policy_context import PolicyContext
+from retinue.protocol import AdmitTools, AwaitVerdict, ToolAttempt, ToolDone, ToolsAdmitted, ToolVerdict
 from retinue.results import error_text
+from retinue.reviews import Judgement, plan_mode, review
+from retinue.tool_arguments import snapshot
 from retinue.tool_execution import ToolExecution
 from retinue.tool_output import ToolOutput, ToolProblem
 from retinue.tool_progress import Progress
@@ -27,6 +43,17 @@ SHOWN = 2_000
 """Characters of a result that was too large, which the model gets with the id of the artifact."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallRules:
+    """What an agent adds to the rules of its app."""
+
+    tools: Sequence[Tool] = ()
+    """Beside the app's own."""
+    policy: ExecutionPolicy | None = None
+    max_repeats: int | None = None
+    """Times that one call may be made with the same arguments, one after the other."""
+
+
 @dataclass(frozen=True)
 class _Overdue:
     """A call that timed out and goes on all the same: a thread that does not look at its token."""
@@ -36,16 +63,80 @@ class _Overdue:
     execution: ToolExecution
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """A call that may be asked for."""
+
+    call: ToolCall
+    tool: Tool
+    arguments: dict[str, Any]
+    attempt: ToolAttempt
+    snapshot: bytes | None
+    """Of the arguments, where somebody reviews them."""
+
+
+@dataclass
+class _Repeats:
+    """How often the last call was made in a row."""
+
+    what: tuple[str, bytes] | None = None
+    times: int = 0
+
+    def note(self, what: tuple[str, bytes]) -> int:
+        self.times = self.times + 1 if what == self.what else 1
+        self.what = what
+        return self.times
+
+
+@dataclass
 class ToolCalls:
     """Runs the tools of one execution, every call admitted before."""
 
-    def __init__(self, services: ExecutionServices, port: RootPort) -> None:
-        self._services = services
-        self._port = port
-        self._overdue: list[_Overdue] = []
+    services: ExecutionServices
+    port: RootPort
+    _overdue: list[_Overdue] = field(default_factory=list)
+    _cache: dict[tuple[str, bytes], ToolResult] = field(default_factory=dict)
+    """Results by tool and arguments; an execution is of one run of one session of one user."""
+    _repeats: _Repeats = field(default_factory=_Repeats)
 
-    async def dispatch(self, call: ToolCall, tools: Sequence[Tool]) -> ToolResult:
-        found = next((item for item in (*tools, *self._services.tools) if item.name == call.name), None)
+    async def dispatch(self, call: ToolCall, rules: CallRules) -> ToolResult:
+        """One call."""
+        ready = await self._ready(call, rules)
+        if isinstance(ready, ToolResult):
+            return ready
+        (verdict,) = await self._admit([ready.attempt])
+        return await self._go(ready, verdict, rules)
+
+    async def dispatch_batch(self, calls: Sequence[ToolCall], rules: CallRules) -> list[ToolResult]:
+        """The calls of one answer: admitted together, run a few at a time, results in their order."""
+        check_batch(calls)
+        prepared = [await self._ready(call, rules) for call in calls]
+        asked = [ready for ready in prepared if isinstance(ready, _Ready)]
+        verdicts = iter(await self._admit([ready.attempt for ready in asked]) if asked else ())
+        work = [(ready, next(verdicts) if isinstance(ready, _Ready) else None) for ready in prepared]
+        results: list[ToolResult] = []
+        for start in range(0, len(work), TOOL_CONCURRENCY):
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._one(ready, verdict, rules))
+                    for ready, verdict in work[start : start + TOOL_CONCURRENCY]
+                ]
+            results.extend(task.result() for task in tasks)
+        return results
+
+    async def _one(
+        self, ready: _Ready | ToolResult, verdict: ToolVerdict | None, rules: CallRules
+    ) -> ToolResult:
+        if isinstance(ready, ToolResult):
+            return ready
+        assert verdict is not None
+        return await self._go(ready, verdict, rules)
+
+    # --- before the gate ----------------------------------------------------------------------------------
+
+    async def _ready(self, call: ToolCall, rules: CallRules) -> _Ready | ToolResult:
+        """The call with its arguments checked; or the result that says what is wrong with it."""
+        found = next((item for item in (*rules.tools, *self.services.tools) if item.name == call.name), None)
         if found is None:
             return self._done(call, f"there is no tool {call.name!r}", error=True)
         try:
@@ -57,18 +148,117 @@ class ToolCalls:
         if self._runs_still(call):
             why = "an earlier call with these arguments timed out and is still running"
             return self._done(call, f"{call.name} was not called: {why}", error=True)
-        verdict = await self._admit(call.name, call.id)
-        if not verdict.allowed:
-            return self._done(call, f"[denied] {verdict.reason}", error=True, denied=True)
+        return await self._reviewed(call, found, arguments, rules)
+
+    async def _reviewed(
+        self, call: ToolCall, tool: Tool, arguments: dict[str, Any], rules: CallRules
+    ) -> _Ready | ToolResult:
+        """The call as the gate is asked about it, once the agent's own policy has had its say."""
+        taken: bytes | None = None
+        if self._is_reviewed(tool, rules):
+            try:
+                taken = snapshot(arguments)
+            except (TypeError, ValueError, RecursionError) as error:
+                return self._denied(call, "policy", f"its arguments cannot be reviewed: {error_text(error)}")
         try:
-            output = await self._run(found, arguments, call)
-            text, artifact_id = await self._kept(found, output)
+            required = await _required(tool, taken)
+        except Exception as error:
+            return self._denied(call, "policy", f"requires_approval raised {error_text(error)}")
+        judged = await self._local(call, tool, taken, rules)
+        if judged.action == "deny":
+            return self._denied(call, "policy", judged.reason or f"{call.name} is not allowed")
+        attempt = ToolAttempt(
+            # The model chooses call ids and may repeat one in a later round, so attempts have ids of their
+            # own.
+            id=f"{self.services.next_call_id()}:{call.id}",
+            call_id=call.id,
+            tool_name=call.name,
+            arguments=b"{}" if taken is None else taken,
+            effect=judged.effect,
+            requires_approval=required,
+            ask=(judged.reason or "the agent's policy asks") if judged.action == "ask" else None,
+        )
+        return _Ready(call, tool, arguments, attempt, taken)
+
+    def _is_reviewed(self, tool: Tool, rules: CallRules) -> bool:
+        config = self.services.config
+        return (
+            config.execution_policy is not None
+            or config.approvals is not None
+            or rules.policy is not None
+            or rules.max_repeats is not None
+            or tool.options.requires_approval is not None
+            or tool.options.cache
+        )
+
+    async def _local(self, call: ToolCall, tool: Tool, taken: bytes | None, rules: CallRules) -> Judgement:
+        """What the agent's own policy says, where it is another one than the app's."""
+        effect = tool.options.effect
+        if rules.policy is None or rules.policy is self.services.config.execution_policy or taken is None:
+            return Judgement(action="allow", effect=effect)
+        under_review = CallUnderReview(
+            tool_name=call.name, call_id=call.id, arguments=_decoded(taken), effect=effect
+        )
+        mode = self.services.request.run_mode
+        judged = await review(rules.policy, under_review, PolicyContext(self.services), mode)
+        action, reason = judged.action, judged.reason
+        if mode == "plan":
+            action, said = plan_mode(action, judged.effect)
+            reason = reason or said
+        # The tool's own word counts at the root too; only a policy's "read" must not replace it there.
+        told = effect if judged.effect == "read" else judged.effect
+        return Judgement(action=action, reason=reason, effect=told)
+
+    # --- the gate -----------------------------------------------------------------------------------------
+
+    async def _admit(self, attempts: Sequence[ToolAttempt]) -> Sequence[ToolVerdict]:
+        participant = self.services.participant
+        reply = await self.services.ask(AdmitTools(participant=participant, attempts=attempts))
+        assert isinstance(reply, ToolsAdmitted)
+        return reply.verdicts
+
+    async def _decided(self, attempt: ToolAttempt, verdict: ToolVerdict) -> ToolVerdict:
+        if not verdict.pending:
+            return verdict
+        message = AwaitVerdict(participant=self.services.participant, attempt_id=attempt.id)
+        reply = await self.services.ask(message)
+        assert isinstance(reply, ToolsAdmitted)
+        return reply.verdicts[0]
+
+    # --- after it -----------------------------------------------------------------------------------------
+
+    async def _go(self, ready: _Ready, verdict: ToolVerdict, rules: CallRules) -> ToolResult:
+        call, tool = ready.call, ready.tool
+        verdict = await self._decided(ready.attempt, verdict)
+        if not verdict.allowed:
+            return self._denied(call, verdict.denial or "policy", verdict.reason)
+        if self.services.cancelled:
+            return self._denied(call, "cancelled", "the run is being cancelled")
+        key = None
+        if ready.snapshot is not None:
+            if _taken_again(ready.arguments) != ready.snapshot:
+                return self._denied(call, "policy", "its arguments were changed after they were reviewed")
+            key = (tool.name, ready.snapshot)
+            times = self._repeats.note(key)
+            if rules.max_repeats is not None and times > rules.max_repeats:
+                why = (
+                    f"{call.name} was called with these arguments {rules.max_repeats} times in a row already"
+                )
+                return self._done(call, f"{why}; it was not called again. Go on in another way", error=True)
+        if key is not None and tool.options.cache and (known := self._cache.get(key)) is not None:
+            return self._done(call, known.text, artifact_id=known.artifact_id)
+        try:
+            output = await self._run(tool, ready.arguments, call)
+            text, artifact_id = await self._kept(tool, output)
         except ToolProblem as problem:
-            return self._done(call, _cut(str(problem), found), error=True)
-        return self._done(call, text, artifact_id=artifact_id)
+            return self._done(call, _cut(str(problem), tool), error=True)
+        result = self._done(call, text, artifact_id=artifact_id)
+        if key is not None and tool.options.cache:
+            self._cache[key] = result
+        return result
 
     async def _run(self, tool: Tool, arguments: Mapping[str, Any], call: ToolCall) -> ToolOutput:
-        services = self._services
+        services = self.services
         execution = ToolExecution(
             tool,
             arguments,
@@ -96,7 +286,7 @@ class ToolCalls:
         if text is not None and size <= tool.options.max_result_bytes:
             return text, None
         try:
-            kept = await self._services.put_artifact(output.data, mime_type=output.mime_type)
+            kept = await self.services.put_artifact(output.data, mime_type=output.mime_type)
         except RetinueError as error:
             raise ToolProblem(
                 f"{tool.name} gave {size:,} bytes, which could not be kept as an artifact: {error.message}"
@@ -104,30 +294,56 @@ class ToolCalls:
         named = f"[{size:,} bytes of {output.mime_type}, kept as artifact {kept.id}]"
         return (named if text is None else f"{text[:SHOWN]}\n{named}"), kept.id
 
+    # --- effects ------------------------------------------------------------------------------------------
+
     async def effect(
         self, name: str, arguments: Mapping[str, Any], execute: Callable[[dict[str, Any]], Awaitable[T]]
     ) -> T:
-        call_id = self._services.next_call_id()
-        verdict = await self._admit(name, call_id)
+        """A trusted callback of the driver, under a tool id of its own."""
+        call_id = self.services.next_call_id()
+        given = copy.deepcopy(dict(arguments))
+        attempt = ToolAttempt(
+            id=f"{self.services.next_call_id()}:{call_id}",
+            call_id=call_id,
+            tool_name=name,
+            arguments=self._effect_arguments(name, given),
+            driver=True,
+        )
+        verdict = await self._decided(attempt, (await self._admit([attempt]))[0])
+        if verdict.allowed and self.services.cancelled:
+            verdict = ToolVerdict(denial="cancelled", reason="the run is being cancelled")
         if not verdict.allowed:
             self._tell_done(call_id, name, error=True)
-            raise ToolFailed(f"{name} was denied: {verdict.reason}", operation=name)
+            raise ToolFailed(
+                f"{name} was denied: {verdict.denial}: {verdict.reason}",
+                operation=name,
+                denial=verdict.denial,
+            )
         failed = True
         try:
-            value = await execute(dict(arguments))
+            value = await execute(given)
             failed = False
             return value
         finally:
             self._tell_done(call_id, name, error=failed)
 
-    async def _admit(self, name: str, call_id: str) -> ToolAdmitted:
-        # The model chooses call ids and may repeat one in a later round, so attempts have ids of their own.
-        attempt = f"{self._services.next_call_id()}:{call_id}"
-        reply = await self._services.ask(
-            AdmitTool(participant=self._services.participant, call_id=attempt, tool_name=name)
-        )
-        assert isinstance(reply, ToolAdmitted)
-        return reply
+    def _effect_arguments(self, name: str, arguments: dict[str, Any]) -> bytes:
+        config = self.services.config
+        try:
+            return snapshot(arguments)
+        except (TypeError, ValueError, RecursionError) as error:
+            if config.execution_policy is None and config.approvals is None:
+                return b"{}"  # nobody reviews them
+            raise ToolFailed(
+                f"{name} was denied: policy: its arguments cannot be reviewed: {error_text(error)}",
+                operation=name,
+                denial="policy",
+            ) from None
+
+    # --- results ------------------------------------------------------------------------------------------
+
+    def _denied(self, call: ToolCall, kind: DenialKind, reason: str) -> ToolResult:
+        return self._done(call, f"[denied] {kind}: {reason}", error=True, denial=kind)
 
     def _done(
         self,
@@ -135,7 +351,7 @@ class ToolCalls:
         text: str,
         *,
         error: bool = False,
-        denied: bool = False,
+        denial: DenialKind | None = None,
         artifact_id: str | None = None,
     ) -> ToolResult:
         self._tell_done(call.id, call.name, error)
@@ -144,13 +360,46 @@ class ToolCalls:
             tool_name=call.name,
             text=escape_surrogates(text),  # the text of an error may hold anything
             error=error,
-            denied=denied,
+            denied=denial is not None,
+            denial=denial,
             artifact_id=artifact_id,
         )
 
     def _tell_done(self, call_id: str, name: str, error: bool) -> None:
-        participant = self._services.participant
-        self._port.tell(ToolDone(participant=participant, call_id=call_id, tool_name=name, error=error))
+        participant = self.services.participant
+        self.port.tell(ToolDone(participant=participant, call_id=call_id, tool_name=name, error=error))
+
+
+def check_batch(calls: Sequence[ToolCall]) -> None:
+    """Raise ``ModelFailed`` unless the ids of a batch are nonempty and unique; nothing is run then."""
+    ids = [call.id for call in calls]
+    if not all(ids) or len(set(ids)) != len(ids):
+        raise ModelFailed(f"the model gave tool calls with empty or repeated ids: {ids}")
+
+
+async def _required(tool: Tool, taken: bytes | None) -> bool | None:
+    """Whether the tool itself wants an approval; ``None`` where it does not say."""
+    rule = tool.options.requires_approval
+    if rule is None or isinstance(rule, bool):
+        return rule
+    assert taken is not None
+    answer: object = rule(_decoded(taken))
+    if inspect.isawaitable(answer):
+        answer = await answer
+    if not isinstance(answer, bool):
+        raise TypeError(f"it gave {answer!r:.80}, not a bool")
+    return answer
+
+
+def _decoded(taken: bytes) -> dict[str, Any]:
+    return msgspec.json.decode(taken, type=dict[str, Any])
+
+
+def _taken_again(arguments: dict[str, Any]) -> bytes | None:
+    try:
+        return snapshot(arguments)
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def _cut(text: str, tool: Tool) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from retinue.errors import ValidationFailed
+from retinue.policies import Effect
 
 RunIn = Literal["loop", "thread", "task"]
 """``loop``: on the user loop, beside the driver. ``thread``: in a thread of that process. ``task``: in a
@@ -15,6 +16,9 @@ process of its own, on a cluster as a Ray task."""
 
 MAX_RESULT_BYTES = 65_536
 """Bytes of UTF-8 that a result may have before it becomes an artifact."""
+
+ApprovalPredicate = Callable[[Mapping[str, Any]], bool | Awaitable[bool]]
+"""Gets a copy of the arguments as JSON values, on a user loop; what it raises denies the call."""
 
 _ONLY_TASKS = ("num_cpus", "num_gpus", "memory", "resources")
 
@@ -37,6 +41,14 @@ class ToolOptions:
     """Seconds from the start of a call to its error result; unlimited by default."""
     max_result_bytes: int = MAX_RESULT_BYTES
     """Bytes of UTF-8; a longer result is kept as an artifact, and its beginning is the result."""
+    effect: Effect = "unknown"
+    """What a call does to the world; plan mode runs what only reads, and asks about what is unknown."""
+    requires_approval: bool | ApprovalPredicate | None = None
+    """Whether a person must approve each call, or a function of the arguments that says so; ``None`` leaves
+    it to the app's :class:`retinue.Approvals`."""
+    cache: bool = False
+    """A call that succeeded is not made again in the same run: its result is given for the same arguments. It
+    passes the gate all the same."""
 
     def __post_init__(self) -> None:
         if isinstance(self.resources, Mapping):
@@ -58,11 +70,22 @@ class ToolOptions:
         if self.run_in == "thread" and is_async:
             raise _wrong(tool, "run_in", "is 'thread', but an async function needs a loop: 'loop' or 'task'")
         self._check_numbers(tool)
+        self._check_rules(tool)
         place = self.run_in or ("loop" if is_async else "thread")
         for name in _ONLY_TASKS:
             if place != "task" and getattr(self, name) not in (None, {}):
                 raise _wrong(tool, name, "is for tools that run as a task: add run_in='task'")
         return place
+
+    def _check_rules(self, tool: str) -> None:
+        if self.effect not in get_args(Effect):
+            kinds = ", ".join(get_args(Effect))
+            raise _wrong(tool, "effect", f"must be one of {kinds}, not {self.effect!r:.80}")
+        asks: object = self.requires_approval
+        if asks is not None and not isinstance(asks, bool) and not callable(asks):
+            raise _wrong(tool, "requires_approval", f"must be a bool or a function, not {asks!r:.80}")
+        if not isinstance(self.cache, bool):
+            raise _wrong(tool, "cache", f"must be a bool, not {self.cache!r:.80}")
 
     def _check_numbers(self, tool: str) -> None:
         for name in ("num_cpus", "num_gpus"):

@@ -12,8 +12,9 @@ import msgspec
 
 from retinue.errors import ValidationFailed
 from retinue.models import ToolSchema
+from retinue.policies import DenialKind, Effect
 from retinue.tool_context import ToolContext
-from retinue.tool_options import MAX_RESULT_BYTES, RunIn, ToolOptions
+from retinue.tool_options import MAX_RESULT_BYTES, ApprovalPredicate, RunIn, ToolOptions
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -185,6 +186,9 @@ def tool(
     resources: Mapping[str, float] | None = None,
     timeout: float | None = None,
     max_result_bytes: int = MAX_RESULT_BYTES,
+    effect: Effect = "unknown",
+    requires_approval: bool | ApprovalPredicate | None = None,
+    cache: bool = False,
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(
     function: Callable[..., Any] | None = None,
@@ -236,5 +240,7 @@ class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
     error: bool = False
     """True for denials too."""
     denied: bool = False
+    denial: DenialKind | None = None
+    """Why it was denied."""
     artifact_id: str | None = None
     """Of the whole result, where ``text`` is not all of it."""

@@ -1,53 +1,62 @@
-"""The root's side of a tree: the gate, the ledger and the delegates of one run, on the control loop.
+"""The root's side of a tree: what the participants of one run ask, and the delegates, on the control loop.
 
-Every participant, the root driver included, sends its requests here. Model and tool admissions are checked
-and counted in one step without an await, so nothing can change between the look and the count.
+Every participant, the root driver included, sends its requests here. What calls and counts is decided by the
+gate; what people send, by the inbox.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from retinue.budgets import BudgetSnapshot
+import msgspec
+
+from retinue.approval_desk import ApprovalDesk
+from retinue.budgets import Budgets, BudgetSnapshot, RoleLimits, RoleSnapshot
 from retinue.config import RuntimeConfig
 from retinue.drivers import RunRequest
-from retinue.errors import AccessDenied, ChildLost, RetinueError
+from retinue.errors import ChildLost, RetinueError
 from retinue.events import (
     ChildFinished,
     ChildStarted,
     Completion,
-    ModelComplete,
     Payload,
     RunStarted,
     ToolComplete,
 )
-from retinue.ids import new_id
+from retinue.gate import Gate
+from retinue.ids import new_id, session_label
 from retinue.inbox import RunInbox
 from retinue.ledger import ROOT, BudgetLedger
+from retinue.participants import Participant
 from retinue.protocol import (
     Acknowledged,
     AdmitModel,
-    AdmitTool,
+    AdmitTools,
     ArtifactRead,
     AskInput,
     AwaitChild,
+    AwaitVerdict,
     Began,
     CancelChild,
     ChildEnded,
     ChildOrder,
+    Compacting,
     Emit,
     EndTurn,
     Finished,
     GetArtifact,
-    ModelAdmitted,
     NextTurn,
     ParticipantMessage,
+    PrepareModel,
+    PrepareRun,
     PutArtifact,
+    ReadUsage,
     Record,
     Rejected,
+    ReleaseModel,
     Revise,
     Revision,
     RootReply,
@@ -55,8 +64,8 @@ from retinue.protocol import (
     Spawn,
     Spawned,
     TakeInput,
-    ToolAdmitted,
     ToolDone,
+    UsageRead,
     WithdrawInput,
     decode_output,
 )
@@ -75,39 +84,6 @@ class ChildLauncher(Protocol):
     def cancel(self, child_run_id: str, reason: str) -> None:
         """Ask the child's process to stop it; its ``Finished`` acknowledges."""
         ...
-
-
-@dataclass(eq=False)
-class Participant:
-    """A member of the tree."""
-
-    run_id: str
-    name: str
-    parent: Participant | None
-    attempt_id: str
-    launching: asyncio.Task[None] | None = None
-    ended: asyncio.Future[ChildEnded] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    stopped: str | None = None
-    """Why nothing more is admitted for it, once it is being cancelled."""
-    hops: int = 0
-    children: list[Participant] = field(default_factory=list)
-
-    @property
-    def depth(self) -> int:
-        """Participants above this one."""
-        return 0 if self.parent is None else self.parent.depth + 1
-
-    @property
-    def account(self) -> str:
-        return ROOT if self.parent is None else self.run_id
-
-    def below(self) -> Iterator[Participant]:
-        """Its delegates and theirs, at any depth."""
-        for child in self.children:
-            yield child
-            yield from child.below()
 
 
 EmitPayload = Callable[[Payload, Participant], None]
@@ -132,6 +108,8 @@ class Tree:
         emit: adds an event of a participant to the run's log.
         inbox: what people send to the run.
         artifacts: of the session.
+        desk: where approvals are asked for; ``None`` where nobody can be asked.
+        carried: what the run that this one goes on with has spent, under the limits that hold now.
         room: ``None`` while the event log takes more, else something to await (back-pressure).
     """
 
@@ -146,21 +124,21 @@ class Tree:
         artifacts: Artifacts,
         room: Room = lambda: None,
         activation_id: str = "",
+        desk: ApprovalDesk | None = None,
+        carried: BudgetSnapshot | None = None,
     ) -> None:
         self.activation_id = activation_id
         """Of the session that the run is in."""
         self.inbox = inbox
-        self.revision = 0
-        """How often a completion policy sent the work back; of the run as a whole."""
         self._artifacts = artifacts
-        self.ledger = BudgetLedger(config.budgets)
-        self.root = Participant(request.run_id, "", None, request.attempt_id)
+        budgets = config.budgets if carried is None else limits_of(carried, config.budgets)
+        self.ledger = BudgetLedger(budgets, prices=config.prices, carried=carried)
+        self.gate = Gate(request, config, self.ledger, inbox, desk, emit)
+        self.root = Participant(request, None)
         self.canonical: list[bytes] = []
         """Messages for history, not committed yet."""
         self.conversations: dict[str, list[bytes]] = {}
         """Messages by execution id, not committed yet."""
-        self.budget: BudgetSnapshot = self.ledger.snapshot()
-        """Published for other threads: replaced as a whole, never changed."""
         self.config = config
         self._request = request
         self._launcher = launcher
@@ -168,10 +146,14 @@ class Tree:
         self._room = room
         self._closed = False
         self._participants: dict[str, Participant] = {ROOT: self.root}
-        self._stopped: str | None = None
         self._held = 0
         """Messages that wait for room in the event log; later ones wait behind them."""
         self._line = asyncio.Lock()
+
+    @property
+    def budget(self) -> BudgetSnapshot:
+        """What the tree has spent and may still spend; may be read from any thread."""
+        return self.gate.budget
 
     # --- requests of participants -------------------------------------------------------------------------
 
@@ -202,8 +184,8 @@ class Tree:
             return Rejected(
                 error={"code": "run_finished", "message": "this tree does not know the participant"}
             )
-        if participant.ended.done() and not isinstance(message, SettleModel | Finished):
-            return self._stop_reply(participant)
+        if participant.ended.done() and not isinstance(message, SettleModel | ReleaseModel | Finished):
+            return self.gate.stop_reply(participant)
         try:
             return self._handle(participant, message)
         except RetinueError as error:
@@ -215,12 +197,24 @@ class Tree:
         self, participant: Participant, message: ParticipantMessage
     ) -> RootReply | Awaitable[RootReply]:
         match message:
+            case PrepareRun():
+                return self.gate.prepare_run(participant)
+            case PrepareModel():
+                return self.gate.prepare_model(participant, message)
+            case ReleaseModel():
+                self.gate.release_model(participant, message)
             case AdmitModel():
-                return self._admit_model(participant, message)
+                return self.gate.admit_model(participant, message)
             case SettleModel():
-                self._settle_model(participant, message)
-            case AdmitTool():
-                return self._admit_tool(participant, message)
+                self.gate.settle_model(participant, message)
+            case AdmitTools():
+                return self.gate.admit_tools(participant, message)
+            case AwaitVerdict():
+                return self.gate.await_verdict(participant, message)
+            case ReadUsage():
+                return UsageRead(report=self.ledger.report(self.root.run_id))
+            case Compacting():
+                self._emit(message.payload, participant)
             case ToolDone():
                 self._emit(ToolComplete(message.tool_name, message.call_id, message.error), participant)
             case Record():
@@ -237,8 +231,8 @@ class Tree:
             case Began():
                 self._emit(RunStarted(self.config.driver.id), self.root)
             case TakeInput():
-                if self._stopped is not None:  # a cancelled run applies nothing any more
-                    return self._stop_reply(self.root)
+                if self.gate.stopped is not None:  # a cancelled run applies nothing any more
+                    return self.gate.stop_reply(self.root)
                 return self.inbox.take_steer(close=message.close)
             case EndTurn():
                 self.inbox.end_turn()
@@ -251,8 +245,8 @@ class Tree:
             case WithdrawInput():
                 self.inbox.withdraw(message.participant)
             case PutArtifact():
-                if self._stopping(participant) is not None:
-                    return self._stop_reply(participant)
+                if self.gate.stopping(participant) is not None:
+                    return self.gate.stop_reply(participant)
                 return self._answered(self._put(message.artifact))
             case GetArtifact():
                 return self._answered(self._get(message.artifact_id))
@@ -260,57 +254,22 @@ class Tree:
                 self._finish(participant, message)
         return Acknowledged()
 
-    def _admit_model(self, participant: Participant, message: AdmitModel) -> RootReply:
-        if self._stopping(participant) is not None:
-            return self._stop_reply(participant)
-        if message.role not in self._request.grants.model_roles:
-            raise AccessDenied(f"model role {message.role!r} is not granted to this run", role=message.role)
-        self.inbox.check_not_waiting()
-        grant = self.ledger.admit_model(
-            participant.account, message.call_id, message.projected_input, message.requested_output
-        )
-        self._publish()
-        return ModelAdmitted(max_tokens=grant.max_tokens)
-
-    def _settle_model(self, participant: Participant, message: SettleModel) -> None:
-        self.ledger.settle_model(participant.account, message.call_id, message.usage, started=message.started)
-        self._publish()
-        if message.answered and self._stopping(participant) is None:
-            self._emit(ModelComplete(message.provider_id, message.model_id, message.usage), participant)
-
-    def _admit_tool(self, participant: Participant, message: AdmitTool) -> RootReply:
-        if self._stopping(participant) is not None:
-            return self._stop_reply(participant)
-        if message.tool_name not in self._request.grants.tool_ids:
-            return ToolAdmitted(allowed=False, reason=f"{message.tool_name} is not granted to this run")
-        if self.revision and not self.config.allow_revision_effects:
-            return ToolAdmitted(allowed=False, reason="a revision may call no tools (allow_revision_effects)")
-        allowed = self.ledger.admit_tool(participant.account, message.call_id)
-        self._publish()
-        if not allowed:
-            return ToolAdmitted(allowed=False, reason="the tool call budget is exhausted")
-        if self._request.run_mode == "plan":
-            # Contract section 7: an effect that nobody declared is "unknown", which asks, and nobody answers.
-            why = f"approval_required: {message.tool_name} may have effects, and this run only plans"
-            return ToolAdmitted(allowed=False, reason=why)
-        return ToolAdmitted(allowed=True)
-
     def _next_turn(self) -> RootReply:
-        if self._stopped is not None:
-            return self._stop_reply(self.root)
+        if self.gate.stopped is not None:
+            return self.gate.stop_reply(self.root)
         return self.inbox.next_turn()
 
     def _revise(self, message: Revise) -> RootReply:
         self._emit(Completion(message.action, message.reason), self.root)
-        allowed = message.action == "revise" and self.revision < self.config.budgets.max_revisions
+        allowed = message.action == "revise" and self.gate.revision < self.config.budgets.max_revisions
         if allowed:
-            self.revision += 1
+            self.gate.revision += 1
             self.inbox.revise()
         return Revision(allowed=allowed)
 
     def _ask_input(self, participant: Participant, message: AskInput) -> RootReply | Awaitable[RootReply]:
-        if self._stopping(participant) is not None:
-            return self._stop_reply(participant)
+        if self.gate.stopping(participant) is not None:
+            return self.gate.stop_reply(participant)
         return self.inbox.ask(
             message.participant, participant.run_id, message.question, message.choices, message.timeout
         )
@@ -327,18 +286,6 @@ class Tree:
             return await work
         except RetinueError as error:
             return Rejected(error=error.to_payload())
-
-    def _stopping(self, participant: Participant) -> str | None:
-        """Why nothing more is admitted for a participant."""
-        ended = "it has ended" if participant.ended.done() else None
-        return self._stopped or participant.stopped or ended
-
-    def _stop_reply(self, participant: Participant) -> Rejected:
-        why = self._stopping(participant) or "the run has ended"
-        return Rejected(error={"code": "cancelled", "message": why}, cancelled=True)
-
-    def _publish(self) -> None:
-        self.budget = self.ledger.snapshot()
 
     def _converse(self, execution_id: str, messages: Sequence[bytes]) -> None:
         if messages:
@@ -359,34 +306,50 @@ class Tree:
     def _spawn(self, parent: Participant, message: Spawn) -> RootReply:
         if message.child_run_id in self._participants:
             return Spawned()
-        if self._stopping(parent) is not None:
-            return self._stop_reply(parent)
-        child = Participant(message.child_run_id, message.name, parent, new_id("attempt"))
+        if self.gate.stopping(parent) is not None:
+            return self.gate.stop_reply(parent)
+        asked = self._request_of(parent, message)
+        child = Participant(asked, parent)
         self._participants[child.run_id] = child
         parent.children.append(child)
-        self.ledger.open_account(child.account, parent.account, message.budgets)
-        request = self._request
+        self.ledger.open_account(child.account, parent.account, message.budgets, name=child.name)
         order = ChildOrder(
             activation_id=self.activation_id,
             tree_id=self.root.run_id,
-            root_run_id=request.root_run_id,
+            root_run_id=asked.root_run_id,
             run_id=child.run_id,
             parent_run_id=parent.run_id,
             attempt_id=child.attempt_id,
             participant=child.name,
             depth=child.depth,
-            identity=request.identity,
-            session_id=request.session_id,
+            identity=asked.identity,
+            session_id=self._request.session_id,
             input=message.input,
-            grants=request.grants,
-            run_mode=request.run_mode,
-            deadline=request.deadline,
+            grants=asked.grants,
+            run_mode=asked.run_mode,
+            deadline=asked.deadline,
             work=message.work,
             token_limited=self.ledger.limits_tokens(child.account),
+            trace=message.trace,
         )
         child.launching = asyncio.ensure_future(self._launcher.launch(order, self))
         child.launching.add_done_callback(lambda launching: self._launched(child, launching))
         return Spawned()
+
+    def _request_of(self, parent: Participant, message: Spawn) -> RunRequest:
+        """What a delegate is asked to do, as its own process will see it."""
+        return msgspec.structs.replace(
+            self._request,
+            input=message.input,
+            session_id=session_label(self._request.session_id, message.name),
+            run_id=message.child_run_id,
+            attempt_id=new_id("attempt"),
+            parent_run_id=parent.run_id,
+            participant=message.name,
+            depth=parent.depth + 1,
+            resumes=None,
+            trace=message.trace,
+        )
 
     def _launched(self, child: Participant, launching: asyncio.Task[None]) -> None:
         child.launching = None
@@ -426,8 +389,10 @@ class Tree:
             return
         child.hops = finished.hops
         self.ledger.lose(child.account)
+        self.ledger.close_account(child.account)
         self.inbox.withdraw(child.account)
-        self._publish()
+        self.gate.leave(child, f"{child.name} ended")
+        self.gate.publish()
         self._converse(child.run_id, finished.transcript)
         usage = self.ledger.usage_of(child.account)
         error = finished.error
@@ -460,7 +425,7 @@ class Tree:
 
     def stop(self, reason: str) -> None:
         """Admit nothing any more and cancel every delegate."""
-        self._stopped = self._stopped or reason
+        self.gate.stop(reason)
         self.inbox.close(reason, cancelled=True)
         for child in self._live_children():
             self._cancel(child, reason)
@@ -476,15 +441,39 @@ class Tree:
                 await asyncio.wait([child.ended for child in live])
             async with self._line:
                 await asyncio.sleep(0)
+        await self.gate.settled()
         self.ledger.lose(ROOT)
-        self._publish()
+        self.ledger.close_account(ROOT)
+        self.gate.publish()
+
+
+def limits_of(carried: BudgetSnapshot, budgets: Budgets) -> Budgets:
+    """The limits that a snapshot tells of, in place of those that the app has."""
+    money = None if carried.money is None else carried.money.limit
+    return dataclasses.replace(
+        budgets,
+        max_model_calls=carried.model_calls.limit,
+        max_tool_calls=carried.tool_calls.limit,
+        max_tokens=carried.tokens.limit,
+        max_cost=money,
+        tools={name: tool.limit for name, tool in carried.tools.items() if tool.limit is not None},
+        roles={name: _role_limits(role) for name, role in carried.roles.items()},
+    )
+
+
+def _role_limits(role: RoleSnapshot) -> RoleLimits:
+    return RoleLimits(
+        max_model_calls=role.model_calls.limit,
+        max_tokens=role.tokens.limit,
+        max_cost=None if role.money is None else role.money.limit,
+    )
 
 
 def _status_of(ended: ChildEnded) -> tuple[Status, Reason | None]:
     if ended.cancelled:
         return "cancelled", Reason("cancelled", "cancelled with its run")
     if ended.error is not None:
-        reason = Reason(str(ended.error["code"]), str(ended.error["message"]))
+        reason = Reason.told(ended.error)
         return ("stopped" if reason.code == "budget_exhausted" else "failed"), reason
     output = decode_output(ended.output or b"")
     return output.status, output.reason

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from retinue.errors import InputError, LeaseLost, NotFound, StoreUnavailable
 from retinue.ids import Identity, SessionAddress, check_id, check_identity
 from retinue.storage.rows import Rows, RunRow, SessionRow
-from retinue.store import Attestation, Lease, RunRecord, StoredArtifact
+from retinue.store import Attestation, Lease, RunRecord, SettleApproval, StoredApproval, StoredArtifact
 
 
 class Checks:
@@ -124,6 +124,35 @@ def check_artifacts(artifacts: Iterable[StoredArtifact]) -> None:
     for artifact in artifacts:
         check_id("artifact_id", artifact.artifact_id)
         check_text("mime_type", artifact.mime_type)
+
+
+def check_approval(approval: StoredApproval, address: SessionAddress) -> None:
+    """Raise unless a new request belongs to the session of this address and can be stored."""
+    if (approval.tenant_id, approval.user_id, approval.session_id) != (
+        address.tenant_id,
+        address.user_id,
+        address.session_id,
+    ):
+        raise InputError(f"request {approval.approval_id!r} names another session than its lease")
+    for name in ("approval_id", "run_id", "tool_name", "digest"):
+        check_id(name, getattr(approval, name))
+    _check_time("requested_at", approval.requested_at)
+    _check_time("expires_at", approval.expires_at)
+    if approval.state != "pending" or approval.decided_at is not None:
+        raise InputError("a new request for approval is pending, and nobody has decided it", field="state")
+
+
+def check_settlement(settlement: SettleApproval) -> None:
+    """Raise unless a request can be settled so."""
+    check_id("approval_id", settlement.approval_id)
+    if settlement.state not in ("approved", "denied", "expired", "cancelled"):
+        raise InputError(
+            f"a request is settled as approved, denied, expired or cancelled, not {settlement.state!r:.80}",
+            field="state",
+        )
+    check_text("by", settlement.by)
+    check_text("reason", settlement.reason)
+    _check_time("at", settlement.at)
 
 
 def check_attestation(attestation: Attestation) -> None:

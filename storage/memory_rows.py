@@ -7,20 +7,32 @@ import heapq
 import itertools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from retinue.ids import Identity, SessionAddress
-from retinue.storage.rows import HISTORY, ListedRun, RunRow, SessionRow, conversations_of, new_session
+from retinue.storage.rows import (
+    HISTORY,
+    ApprovalRow,
+    ListedRun,
+    RunRow,
+    SessionRow,
+    conversations_of,
+    new_session,
+)
 from retinue.store import (
     Attestation,
     Holder,
+    ListApprovals,
     ListRuns,
     ListSessions,
     Origin,
     RunOutcome,
     RunRecord,
     SessionSummary,
+    SettleApproval,
+    StoredApproval,
     StoredArtifact,
     StoredEvent,
     StoredSession,
@@ -67,6 +79,9 @@ class MemoryRows:
         """By key, oldest first."""
         self._by_run_id: dict[tuple[Identity, str], _Run] = {}
         self._fenced: set[str] = set()
+        self._approvals: dict[int, ApprovalRow] = {}
+        """By key, oldest first."""
+        self._approval_keys: dict[tuple[Identity, str], int] = {}
 
     # sessions and leases
 
@@ -89,6 +104,9 @@ class MemoryRows:
         for run in session.runs:
             del self._runs[run.row.key]
             del self._by_run_id[session.address.identity, run.record.run_id]
+        for row in [row for row in self._approvals.values() if row.session_key == session_key]:
+            del self._approvals[row.key]
+            del self._approval_keys[session.address.identity, row.approval.approval_id]
 
     def set_lease(self, session_key: int, epoch: int, holder: Holder) -> None:
         session = self._sessions[session_key]
@@ -264,6 +282,53 @@ class MemoryRows:
             and question.user_id in (None, run.record.user_id)
             and question.session_id in (None, run.record.session_id)
             and not (question.open_only and run.record.outcome is not None)
+        )
+        return tuple(itertools.islice(found, question.limit))
+
+    # approvals
+
+    def find_approval(self, identity: Identity, approval_id: str) -> ApprovalRow | None:
+        key = self._approval_keys.get((identity, approval_id))
+        return None if key is None else self._approvals[key]
+
+    def add_approval(self, session_key: int, run_key: int, approval: StoredApproval) -> None:
+        row = ApprovalRow(key=next(self._keys), session_key=session_key, approval=approval)
+        self._approvals[row.key] = row
+        self._approval_keys[self._sessions[session_key].address.identity, approval.approval_id] = row.key
+
+    def settle_approval(self, approval_key: int, settlement: SettleApproval) -> None:
+        if self._approvals[approval_key].approval.state == "pending":
+            self._change_approval(
+                approval_key,
+                state=settlement.state,
+                decided_at=settlement.at,
+                by=settlement.by,
+                reason=settlement.reason,
+            )
+
+    def cancel_approvals(self, run_key: int, reason: str) -> None:
+        run_id = self._runs[run_key].record.run_id
+        session_key = self._runs[run_key].row.session_key
+        for row in list(self._approvals.values()):
+            mine = row.session_key == session_key and row.approval.run_id == run_id
+            if mine and row.approval.state == "pending":
+                self._change_approval(row.key, state="cancelled", reason=reason)
+
+    def _change_approval(self, key: int, **changes: Any) -> None:
+        row = self._approvals[key]
+        approval = msgspec.structs.replace(row.approval, **changes)
+        self._approvals[key] = msgspec.structs.replace(row, approval=approval)
+
+    def list_approvals(self, question: ListApprovals) -> Sequence[ApprovalRow]:
+        found = (
+            row
+            for row in self._approvals.values()
+            if (question.after is None or row.key > question.after)
+            and question.tenant_id in (None, row.approval.tenant_id)
+            and question.user_id in (None, row.approval.user_id)
+            and question.session_id in (None, row.approval.session_id)
+            and question.run_id in (None, row.approval.run_id)
+            and question.state in (None, row.approval.state)
         )
         return tuple(itertools.islice(found, question.limit))
 

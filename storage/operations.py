@@ -10,13 +10,17 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from retinue.errors import InputError, LeaseLost, RetinueError, SessionConflict
+import msgspec
+
+from retinue.errors import InputError, LeaseLost, NotFound, RetinueError, SessionConflict
 from retinue.ids import check_id
 from retinue.storage.checks import (
     Checks,
+    check_approval,
     check_artifacts,
     check_attestation,
     check_record,
+    check_settlement,
     run_of,
     standing,
     stands,
@@ -27,6 +31,7 @@ from retinue.storage.rows import HISTORY, Rows, SessionRow
 from retinue.store import (
     AcquireLease,
     AppendEvents,
+    ApprovalStands,
     BeginRun,
     CommitSession,
     Committed,
@@ -39,6 +44,7 @@ from retinue.store import (
     Lease,
     LeaseGrant,
     MarkReplayable,
+    OpenApproval,
     OpenRun,
     Origin,
     PutArtifacts,
@@ -46,6 +52,7 @@ from retinue.store import (
     Renewed,
     RenewLeases,
     ReplaceSession,
+    SettleApproval,
     StoredRun,
     StoreOperation,
     StoreReply,
@@ -91,6 +98,8 @@ class Operations:
             ForkSession: self._fork,
             MarkReplayable: self._mark_replayable,
             DeleteSession: self._delete,
+            OpenApproval: self._open_approval,
+            SettleApproval: self._settle_approval,
             **Reading(self._checks).methods,
         }
 
@@ -176,6 +185,7 @@ class Operations:
             if operation.events:
                 rows.add_events(run.key, operation.events)
             rows.finish_run(run.key, outcome)
+            rows.cancel_approvals(run.key, outcome.approvals)
         return Committed(revision=revision)
 
     def _replace(self, rows: Rows, operation: ReplaceSession) -> Done:
@@ -298,7 +308,51 @@ class Operations:
         if operation.artifacts:
             rows.add_artifacts(row.key, operation.artifacts)
         rows.finish_run(run.key, operation.outcome)
+        rows.cancel_approvals(run.key, operation.outcome.approvals)
         return Done()
+
+    # --- approvals ---
+
+    def _open_approval(self, rows: Rows, operation: OpenApproval) -> ApprovalStands:
+        approval, address = operation.approval, operation.lease.address
+        check_approval(approval, address)
+        row = self._checks.leased(rows, operation.lease)
+        known = rows.find_approval(address.identity, approval.approval_id)
+        if known is not None:
+            if known.approval.request != approval.request:
+                raise InputError(
+                    f"approval id {approval.approval_id!r} is taken; give each request its own",
+                    approval_id=approval.approval_id,
+                )
+            return ApprovalStands(approval=known.approval, changed=False)
+        run = run_of(rows, row, address, approval.run_id)
+        record = rows.read_run(address.identity, approval.run_id)
+        if record is not None and record.outcome is not None:  # nobody waits for it any more
+            approval = msgspec.structs.replace(approval, state="cancelled", reason="the run ended")
+        rows.add_approval(row.key, run.key, approval)
+        return ApprovalStands(approval=approval, changed=True)
+
+    def _settle_approval(self, rows: Rows, operation: SettleApproval) -> ApprovalStands:
+        check_settlement(operation)
+        row = self._checks.leased(rows, operation.lease)
+        address = operation.lease.address
+        known = rows.find_approval(address.identity, operation.approval_id)
+        if known is None or known.session_key != row.key:
+            raise NotFound(
+                f"session {address.session_id!r} has no request for approval {operation.approval_id!r}",
+                approval_id=operation.approval_id,
+            )
+        if known.approval.state != "pending":
+            return ApprovalStands(approval=known.approval, changed=False)
+        rows.settle_approval(known.key, operation)
+        settled = msgspec.structs.replace(
+            known.approval,
+            state=operation.state,
+            decided_at=operation.at,
+            by=operation.by,
+            reason=operation.reason,
+        )
+        return ApprovalStands(approval=settled, changed=True)
 
 
 def _check_revision(row: SessionRow, lease: Lease, base_revision: int) -> None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
+from retinue.approvals import ApprovalState
 from retinue.errors import InputError
 from retinue.ids import check_id
 from retinue.storage.checks import Checks, check_run, check_text
 from retinue.storage.rows import Rows
 from retinue.store import (
     PAGE_LIMIT,
+    ApprovalPage,
     ArtifactIds,
     EventPage,
+    FoundApproval,
     FoundArtifact,
     FoundRun,
     FoundSession,
+    ListApprovals,
     ListArtifacts,
     ListRuns,
     ListSessions,
     OpenRuns,
+    ReadApproval,
     ReadArtifact,
     ReadEvents,
     ReadOpenRuns,
@@ -42,10 +47,12 @@ READS = (
     ListSessions,
     ListRuns,
     ListArtifacts,
+    ListApprovals,
+    ReadApproval,
 )
 """Operations that change nothing and need no lease."""
 
-Question = TypeVar("Question", ListSessions, ListRuns)
+Question = TypeVar("Question", ListSessions, ListRuns, ListApprovals)
 
 
 def only_reads(operations: Sequence[StoreOperation]) -> bool:
@@ -71,6 +78,8 @@ class Reading:
             ListSessions: self._list_sessions,
             ListRuns: self._list_runs,
             ListArtifacts: self._list_artifacts,
+            ListApprovals: self._list_approvals,
+            ReadApproval: self._read_approval,
         }
         """What answers each operation of :data:`READS`."""
 
@@ -132,8 +141,34 @@ class Reading:
         self._checks.check_address(operation.address)
         return ArtifactIds(ids=rows.list_artifacts(operation.address))
 
+    def _read_approval(self, rows: Rows, operation: ReadApproval) -> FoundApproval:
+        check_id("identity.tenant_id", operation.identity.tenant_id)
+        check_id("identity.user_id", operation.identity.user_id)
+        check_id("approval_id", operation.approval_id)
+        row = rows.find_approval(operation.identity, operation.approval_id)
+        return FoundApproval(approval=None if row is None else row.approval)
 
-def _check_scope(operation: ListSessions | ListRuns) -> None:
+    def _list_approvals(self, rows: Rows, operation: ListApprovals) -> ApprovalPage:
+        _check_scope(operation)
+        for name, above in (("session_id", "user_id"), ("run_id", "session_id")):
+            if getattr(operation, name) is not None:
+                if getattr(operation, above) is None:
+                    raise InputError(f"a list narrowed by {name} needs the {above} too", field=above)
+                check_id(name, getattr(operation, name))
+        if operation.state is not None and operation.state not in get_args(ApprovalState):
+            raise InputError(f"{operation.state!r:.80} is no state of a request for approval", field="state")
+        question = _bounded(operation)
+        if question.limit <= 0:
+            return ApprovalPage(approvals=(), next=None)
+        found = rows.list_approvals(msgspec.structs.replace(question, limit=question.limit + 1))
+        page = found[: question.limit]
+        return ApprovalPage(
+            approvals=tuple(row.approval for row in page),
+            next=page[-1].key if len(found) > len(page) else None,
+        )
+
+
+def _check_scope(operation: ListSessions | ListRuns | ListApprovals) -> None:
     """Raise unless a list names a tenant before it names a user."""
     if operation.tenant_id is not None:
         check_id("tenant_id", operation.tenant_id)

@@ -16,12 +16,15 @@ from retinue.ids import Identity, SessionAddress
 from retinue.store import (
     Attestation,
     Holder,
+    ListApprovals,
     ListRuns,
     ListSessions,
     Origin,
     RunOutcome,
     RunRecord,
     SessionSummary,
+    SettleApproval,
+    StoredApproval,
     StoredArtifact,
     StoredEvent,
     StoredSession,
@@ -62,6 +65,15 @@ class ListedRun(msgspec.Struct, frozen=True):
     key: int
     """Runs opened later have higher ones."""
     record: RunRecord
+
+
+class ApprovalRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for approval and its place."""
+
+    key: int
+    """Requests opened later have higher ones."""
+    session_key: int
+    approval: StoredApproval
 
 
 class Rows(Protocol):
@@ -182,6 +194,24 @@ class Rows(Protocol):
     def read_events(
         self, identity: Identity, run_id: str, after: int, limit: int
     ) -> Sequence[StoredEvent]: ...
+
+    # approvals
+
+    def find_approval(self, identity: Identity, approval_id: str) -> ApprovalRow | None: ...
+
+    def add_approval(self, session_key: int, run_key: int, approval: StoredApproval) -> None: ...
+
+    def settle_approval(self, approval_key: int, settlement: SettleApproval) -> None:
+        """Move a request that is pending to the settlement's state."""
+        ...
+
+    def cancel_approvals(self, run_key: int, reason: str) -> None:
+        """Move those of a run that are pending to ``cancelled``."""
+        ...
+
+    def list_approvals(self, question: ListApprovals) -> Sequence[ApprovalRow]:
+        """A page, lowest key first; what is asked for is valid."""
+        ...
 
 
 def new_session(key: int, epoch: int) -> SessionRow:

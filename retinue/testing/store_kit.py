@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from retinue.testing import (
+    store_approval_rules,
     store_commit_rules,
     store_engine_rules,
     store_lease_rules,
@@ -38,6 +39,7 @@ RULE_MODULES = (
     store_run_rules,
     store_session_rules,
     store_list_rules,
+    store_approval_rules,
     store_engine_rules,
 )
 """Where the rules are; importing them has filled :data:`STORE_RULES`."""

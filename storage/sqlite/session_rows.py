@@ -32,6 +32,7 @@ DELETE_ALL_OF_SESSION = tuple(
     statement(name)
     for name in (
         "delete_events_of",
+        "delete_approvals_of",
         "delete_runs_of",
         "clear_artifacts",
         "clear_conversations",

@@ -22,9 +22,10 @@ _SCOPES = {
 }
 """What a statement must say whose heading lets it go across some of them."""
 _BY_IDENTITY = re.compile(
-    r"\btenant_id = :tenant_id AND (\w+\.)?user_id = :user_id AND (\w+\.)?(session|run)_id = :\3_id\b"
+    r"\btenant_id = :tenant_id AND (\w+\.)?user_id = :user_id "
+    r"AND (\w+\.)?(session|run|approval)_id = :\3_id\b"
 )
-_BY_KEY = re.compile(r"\bWHERE (\w+\.)?(session|run|conversation)_key = :\2_key\b")
+_BY_KEY = re.compile(r"\bWHERE (\w+\.)?(session|run|conversation|approval)_key = :\2_key\b")
 _INSERT = re.compile(
     r"^INSERT INTO \w+ \(\s*(tenant_id, user_id, session_id|(session|run|conversation)_key)\b"
 )

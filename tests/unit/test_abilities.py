@@ -324,7 +324,7 @@ async def test_a_run_has_their_tools_and_prompts_and_ends_after_they_did(
 
         await services.resource("r", "run", held)
         model = answering("done")
-        await services.model(model, [user("x")])
+        await services.model(model, [user("x")], tools=[search.schema])
         await services.control_model("judge", [user("well?")])
         result = await services.dispatch(ToolCall("1", "search", {"text": "it"}))
         plain = [[message.text for message in asked.requests[0].messages] for asked in (model, judge)]

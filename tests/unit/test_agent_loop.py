@@ -22,13 +22,13 @@ from retinue import (
     agent_driver,
     tool,
 )
-from retinue.agent_loop import check_batch
 from retinue.errors import ModelFailed
 from retinue.events import TextDelta, ToolComplete
 from retinue.messages import Message, TextPart
 from retinue.models import ToolCallPiece
 from retinue.testing import ScriptedModel, reply, stream, tool_calls
 from retinue.testing.scripted import ScriptStep
+from retinue.tool_calls import check_batch
 from tests.conftest import MakeLocalRuntime
 from tests.support import Flag, all_events, code_of, estimate, flag, nothing_is_left, soon, spent, types, why
 
@@ -136,11 +136,15 @@ async def test_denied_tools_are_results_and_the_run_completes(
     result = await soon(handle.result())
     assert result.status == "completed"
     results = [message.text for message in requests(agent)[-1].messages if message.role == "tool"]
-    assert results[0] == "[denied] shout is not granted to this run"
+    assert results[0] == "[denied] grant: shout is not granted to this run"
     assert results[1] == "there is no tool 'nothing'"
     assert results[2].startswith("invalid arguments for lookup: ")
     # Of a batch over the limit the first that fit run; what the gate refused before used no attempt.
-    assert results[3:] == ["record 1", "record 2", "[denied] the tool call budget is exhausted"]
+    assert results[3:] == [
+        "record 1",
+        "record 2",
+        "[denied] budget: the tool call budget is exhausted (limit 2, used 2; run)",
+    ]
     assert (spent(result).tool_calls.used, spent(result).tool_calls.remaining) == (2, 0)
     done = [event.payload for event in await all_events(handle) if isinstance(event.payload, ToolComplete)]
     assert sorted(payload.denied for payload in done) == [False, False, True, True, True, True]
@@ -512,8 +516,8 @@ async def test_effects_pass_the_gate_and_raise_when_it_refuses(
         2,
         {"count": 1},
         [
-            "workflow:other was denied: workflow:other is not granted to this run",
-            "workflow:submit was denied: the tool call budget is exhausted",
+            "workflow:other was denied: grant: workflow:other is not granted to this run",
+            "workflow:submit was denied: budget: the tool call budget is exhausted (limit 2, used 2; run)",
         ],
     ]
     done = [event.payload.denied for event in await all_events(handle) if event.type == "tool.complete"]  # type: ignore[union-attr]

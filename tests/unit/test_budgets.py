@@ -31,7 +31,7 @@ def test_c185_a_runtime_takes_nothing_but_budgets() -> None:
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_zero_and_nothing_are_limits_of_their_own(field: str) -> None:
-    assert getattr(Budgets(**{field: 0}), field) == 0
+    assert getattr(Budgets(**{field: 0}), field) == 0  # type: ignore[arg-type]
     assert getattr(Budgets(), field) is None
 
 

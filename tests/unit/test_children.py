@@ -502,9 +502,9 @@ async def test_a_delegates_limits_lie_within_those_above(
         estimate_input_tokens=estimate(2),
     )
     assert result.structured == [
-        ["model_calls", "limit 2, used 2, reserved 0)"],
-        ["tokens", "limit 12, used 10, reserved 0)"],
-        ["model_calls", "limit 5, used 5, reserved 0)"],
+        ["model_calls", "limit 2, used 2, reserved 0; delegate:child)"],
+        ["tokens", "limit 12, used 10, reserved 0; delegate:child)"],
+        ["model_calls", "limit 5, used 5, reserved 0; run)"],
     ]
     assert result.status == "completed"
     assert (spent(result).model_calls.used, spent(result).tokens.used) == (5, 50)

@@ -14,7 +14,17 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 FENCE = re.compile(r"^```(?P<kind>\w*)(?P<mark>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
-CONCEPTS = ("sessions", "runs", "controls", "questions", "events", "resources", "agents", "tools")
+CONCEPTS = (
+    "sessions",
+    "runs",
+    "controls",
+    "questions",
+    "approvals",
+    "events",
+    "resources",
+    "agents",
+    "tools",
+)
 """Pages that begin with a program."""
 NEEDS_RAY = "needs Ray"
 """Mark of programs that are only compiled here: ````python title="needs Ray"``."""

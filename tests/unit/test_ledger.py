@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
 
-from retinue import Budgets, Usage
-from retinue.errors import BudgetExhausted, RetinueError
+from retinue import Budgets, Price, PriceTable, RoleLimits, Usage
+from retinue.errors import BudgetExhausted, RetinueError, Unsupported
 from retinue.ledger import ROOT, BudgetLedger, ModelGrant
 
 
@@ -56,7 +58,7 @@ def test_what_was_never_admitted_cannot_be_settled() -> None:
     with pytest.raises(RetinueError, match="no account"):
         ledger.admit_model("stranger", "1", 0, None)
     with pytest.raises(RetinueError, match="no account"):
-        ledger.admit_tool("stranger", "1")
+        ledger.admit_tool("stranger", "1", "look")
 
 
 def test_ids_of_one_participant_are_not_those_of_another() -> None:
@@ -64,7 +66,167 @@ def test_ids_of_one_participant_are_not_those_of_another() -> None:
     ledger.open_account("child", ROOT, None)
     for name in (ROOT, "child"):
         ledger.admit_model(name, "same", 1, 1)
-        assert ledger.admit_tool(name, "same")
+        assert ledger.admit_tool(name, "same", "look") is None
     snapshot = ledger.snapshot()
     assert (snapshot.model_calls.used, snapshot.tool_calls.used) == (2, 2)
-    assert not ledger.admit_tool(ROOT, "other")
+    assert ledger.admit_tool(ROOT, "other", "look") is not None
+
+
+def test_c165_a_fresh_ledger_shows_what_is_kept_back() -> None:
+    ledger = BudgetLedger(
+        Budgets(max_model_calls=12, max_tokens=80_000, finishing_model_calls=1, finishing_tokens=6_000)
+    )
+    tokens, calls = ledger.snapshot().tokens, ledger.snapshot().model_calls
+    assert (tokens.limit, tokens.used, tokens.reserved, tokens.remaining) == (80_000, 0, 0, 80_000)
+    assert (tokens.finishing_reserved, tokens.ordinary_remaining) == (6_000, 74_000)
+    assert calls.ordinary_remaining == 11
+
+
+def test_finishing_calls_take_what_is_kept_back_first_and_give_back_what_they_leave() -> None:
+    ledger = BudgetLedger(Budgets(max_tokens=100, finishing_tokens=40))
+    assert ledger.admit_model(ROOT, "task", 10, None) == ModelGrant(max_tokens=50)
+    with pytest.raises(BudgetExhausted):
+        ledger.admit_model(ROOT, "more", 0, 1)
+    assert ledger.admit_model(ROOT, "end", 10, 20, kind="finishing") == ModelGrant(max_tokens=20)
+    assert ledger.snapshot().tokens.finishing_reserved == 10
+    ledger.settle_model(ROOT, "end", Usage(input_tokens=5))
+    assert ledger.snapshot().tokens.finishing_reserved == 35
+    ledger.settle_model(ROOT, "task", Usage(input_tokens=80))  # more than was reserved
+    tokens = ledger.snapshot().tokens
+    assert (tokens.used, tokens.remaining, tokens.finishing_reserved) == (85, 15, 15)
+    with pytest.raises(BudgetExhausted):
+        ledger.admit_model(ROOT, "late", 0, 1)
+    assert ledger.admit_model(ROOT, "end again", 0, None, kind="finishing") == ModelGrant(max_tokens=15)
+
+
+def test_a_slot_is_a_call_until_it_is_admitted_or_given_back() -> None:
+    ledger = BudgetLedger(Budgets(max_model_calls=1))
+    for _ in range(2):
+        ledger.reserve_slot(ROOT, "1", "main")
+    assert (ledger.snapshot().model_calls.reserved, ledger.snapshot().model_calls.used) == (1, 0)
+    with pytest.raises(BudgetExhausted):
+        ledger.reserve_slot(ROOT, "2", "main")
+    for _ in range(2):
+        ledger.release_slot(ROOT, "1")
+    ledger.reserve_slot(ROOT, "3", "main")
+    assert ledger.admit_model(ROOT, "3", 5, None) == ModelGrant(max_tokens=None)
+    assert (ledger.snapshot().model_calls.reserved, ledger.snapshot().model_calls.used) == (0, 1)
+    ledger.release_slot(ROOT, "3")  # too late: it is a call by now
+    assert ledger.snapshot().model_calls.used == 1
+
+
+def test_roles_have_limits_of_their_own_and_a_slot_can_move() -> None:
+    ledger = BudgetLedger(
+        Budgets(max_model_calls=5, roles={"judge": RoleLimits(max_model_calls=1, max_tokens=20)})
+    )
+    ledger.reserve_slot(ROOT, "1", "main")
+    ledger.move_slot(ROOT, "1", "judge")
+    assert ledger.admit_model(ROOT, "1", 5, 100, role="judge") == ModelGrant(max_tokens=15)
+    ledger.reserve_slot(ROOT, "2", "main")
+    with pytest.raises(BudgetExhausted) as refused:
+        ledger.move_slot(ROOT, "2", "judge")
+    assert (refused.value.scope, refused.value.role) == ("run/role:judge", "judge")
+    assert ledger.snapshot().model_calls.reserved == 0
+    assert ledger.admit_model(ROOT, "3", 5, 100) == ModelGrant(max_tokens=100)
+    shown = ledger.snapshot().roles
+    assert (shown["judge"].model_calls.used, shown["main"].model_calls.used) == (1, 1)
+
+
+PRICES = PriceTable(
+    version="2026-12",
+    models={
+        "p/m": Price(input=Decimal(2), output=Decimal(10)),
+        "other": Price(input=Decimal(0), output=Decimal(0)),
+    },
+)
+
+
+def test_money_is_reserved_and_settled_exactly_and_bounds_the_output() -> None:
+    ledger = BudgetLedger(Budgets(max_cost="0.001"), prices=PRICES)  # type: ignore[arg-type]
+    grant = ledger.admit_model(ROOT, "1", 100, None, provider_id="p", model_id="m")
+    assert grant == ModelGrant(max_tokens=80)  # 0.0002 for the input leaves 0.0008, at 0.00001 a token
+    money = ledger.snapshot().money
+    assert money is not None
+    assert (money.currency, money.prices) == ("USD", "2026-12")
+    assert (money.reserved, money.remaining) == (Decimal("0.001"), Decimal(0))
+    with pytest.raises(BudgetExhausted) as refused:
+        ledger.admit_model(ROOT, "2", 1, 1, provider_id="p", model_id="m")
+    assert refused.value.resource == "money"
+    ledger.settle_model(ROOT, "1", Usage(input_tokens=90, output_tokens=7))
+    money = ledger.snapshot().money
+    assert money is not None
+    assert (money.used, money.reserved) == (Decimal("0.00025"), Decimal(0))
+    assert ledger.report().tree.cost == Decimal("0.00025")
+    assert ledger.admit_model(ROOT, "free", 10**6, None, model_id="other") == ModelGrant(max_tokens=None)
+
+
+def test_a_model_without_a_price_is_refused_under_a_limit_and_counted_without() -> None:
+    limited = BudgetLedger(Budgets(max_cost=1), prices=PRICES)  # type: ignore[arg-type]
+    with pytest.raises(Unsupported, match="no price"):
+        limited.admit_model(ROOT, "1", 1, 1, provider_id="p", model_id="unknown")
+    assert limited.snapshot().model_calls.used == 0
+    free = BudgetLedger(Budgets(), prices=PRICES)
+    free.admit_model(ROOT, "1", 1, 1, provider_id="p", model_id="unknown")
+    money = free.snapshot().money
+    assert money is not None
+    assert (money.unpriced_calls, money.reserved) == (1, Decimal(0))
+
+
+def test_a_batch_takes_what_fits_or_nothing() -> None:
+    for whole, taken in ((False, [True, False, True, False]), (True, [False] * 4)):
+        ledger = BudgetLedger(Budgets(max_tool_calls=2, tools={"pay": 1}))
+        batch = [("1", "pay"), ("2", "pay"), ("3", "look"), ("4", "look")]
+        for _ in range(2):
+            answers = ledger.admit_tools(ROOT, batch, all_or_nothing=whole)
+            assert [answer is None for answer in answers] == taken
+            told = ["as a whole" in answer.message for answer in answers if answer is not None]
+            assert any(told) is whole
+        assert ledger.snapshot().tool_calls.used == sum(taken)
+
+
+def test_reports_tell_own_and_whole_figures_and_what_is_open() -> None:
+    ledger = BudgetLedger(Budgets())
+    ledger.open_account("child", ROOT, None, name="researcher")
+    ledger.open_account("grandchild", "child", None)
+    for name, tokens in ((ROOT, 1), ("child", 10), ("grandchild", 100)):
+        ledger.admit_model(name, "1", 5, 5, role="judge" if name == "child" else "main")
+        ledger.settle_model(name, "1", Usage(input_tokens=tokens))
+    ledger.admit_model("child", "2", 5, 5)
+    ledger.settle_model("child", "2", None, estimated=Usage(output_tokens=3))
+    ledger.admit_model("child", "3", 5, 5)
+    ledger.admit_tool("child", "t", "look")
+    report = ledger.report("root-run")
+    root, child, grandchild = report.participants
+    assert (root.run_id, child.run_id, child.name, grandchild.parent_run_id) == (
+        "root-run", "child", "researcher", "child",
+    )  # fmt: skip
+    assert [each.own.usage.total_tokens for each in report.participants] == [1, 10, 100]
+    assert [each.subtree.usage.total_tokens for each in report.participants] == [111, 110, 100]
+    assert (child.own.exact_calls, child.own.estimated_calls, child.own.open_calls) == (1, 1, 1)
+    assert (child.own.estimated, child.own.charged_tokens) == (Usage(output_tokens=3), 20)
+    assert report.roles["judge"].usage.total_tokens == 10
+    assert report.tools == {"look": 1}
+    assert report.tree.charged_tokens == ledger.snapshot().tokens.used == 121
+    assert not report.complete
+    for name in (ROOT, "child", "grandchild"):
+        ledger.lose(name)
+        ledger.close_account(name)
+    assert ledger.report().complete
+    ledger.settle_model("child", "2", Usage(output_tokens=4))  # late, and now it is known
+    figures = ledger.report().tree
+    assert (figures.estimated, figures.estimated_calls, figures.unknown_calls) == (Usage(), 0, 1)
+
+
+def test_a_run_that_goes_on_begins_with_what_was_spent() -> None:
+    before = BudgetLedger(Budgets(max_model_calls=2, max_tokens=50, tools={"look": 1}), prices=PRICES)
+    before.admit_model(ROOT, "1", 5, 5, provider_id="p", model_id="m")
+    before.settle_model(ROOT, "1", Usage(input_tokens=9))
+    before.admit_tool(ROOT, "1", "look")
+    spent = before.snapshot()
+    after = BudgetLedger(
+        Budgets(max_model_calls=3, max_tokens=60, tools={"look": 1}), prices=PRICES, carried=spent
+    ).snapshot()
+    assert (after.model_calls.used, after.model_calls.remaining) == (1, 2)
+    assert (after.tokens.used, after.tokens.remaining) == (9, 51)
+    assert after.tools["look"].remaining == 0
+    assert after.money == spent.money

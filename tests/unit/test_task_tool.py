@@ -120,7 +120,9 @@ async def test_it_must_be_granted_and_is_not_there_by_itself(
         runtime = local_runtime(driver=agent_driver(agent), **granted)
         result = await soon(runtime.run("x", identity=identity, session_id=session_id))
         assert (result.status, result.text) == ("completed", "alone")
-        expected = "[denied] task is not granted to this run" if not granted else "there is no tool 'task'"
+        expected = (
+            "[denied] grant: task is not granted to this run" if not granted else "there is no tool 'task'"
+        )
         assert results(model) == [expected]
         assert list(model.requests[0].tools) == []
 

@@ -21,10 +21,11 @@ from retinue.events import (
 )
 from retinue.inbox import RunInbox
 from retinue.ledger import ROOT
+from retinue.participants import Participant
 from retinue.protocol import (
     Acknowledged,
     AdmitModel,
-    AdmitTool,
+    AdmitTools,
     ArtifactRead,
     AskInput,
     AwaitChild,
@@ -48,13 +49,15 @@ from retinue.protocol import (
     Spawned,
     TakeInput,
     TakenInput,
-    ToolAdmitted,
+    ToolAttempt,
     ToolDone,
+    ToolsAdmitted,
+    ToolVerdict,
     encode_output,
 )
 from retinue.results import DriverOutput
 from retinue.store import StoredArtifact
-from retinue.tree import Participant, Tree
+from retinue.tree import Tree
 from tests.support import Flag, soon, trivial
 
 DONE = encode_output(DriverOutput(text="ok"))
@@ -166,6 +169,12 @@ def settle(
     )
 
 
+def attempt(call_id: str, name: str = "tool", participant: str = ROOT) -> AdmitTools:
+    return AdmitTools(
+        participant=participant, attempts=[ToolAttempt(id=call_id, call_id=call_id, tool_name=name)]
+    )
+
+
 def spawn(child: str = "child", participant: str = ROOT, budgets: Budgets | None = None) -> Spawn:
     return Spawn(
         participant=participant,
@@ -182,22 +191,23 @@ async def test_the_gate_refuses_in_order_and_counts_what_it_lets_through() -> No
     here = world(budgets=Budgets(max_tool_calls=1))
 
     def ask(call_id: str, name: str) -> Any:
-        return here.say(AdmitTool(participant=ROOT, call_id=call_id, tool_name=name))
+        (verdict,) = here.say(attempt(call_id, name)).verdicts
+        return verdict
 
-    assert ask("1", "other") == ToolAdmitted(allowed=False, reason="other is not granted to this run")
+    assert ask("1", "other") == ToolVerdict(denial="grant", reason="other is not granted to this run")
     assert here.tree.budget.tool_calls.used == 0
-    assert ask("2", "tool") == ToolAdmitted(allowed=True)
-    assert ask("2", "tool") == ToolAdmitted(allowed=True)  # the message came twice
-    assert ask("3", "tool") == ToolAdmitted(allowed=False, reason="the tool call budget is exhausted")
+    assert ask("2", "tool") == ToolVerdict(allowed=True)
+    assert ask("2", "tool") == ToolVerdict(allowed=True)  # the message came twice
+    assert ask("3", "tool").denial == "budget"
     assert here.tree.budget.tool_calls.used == 1
 
 
 async def test_a_plan_admits_no_tool_and_still_counts() -> None:
     here = world(run_mode="plan", budgets=Budgets(max_tool_calls=1))
-    for call_id, why in (("1", "approval_required"), ("2", "budget is exhausted")):
-        reply = here.say(AdmitTool(participant=ROOT, call_id=call_id, tool_name="tool"))
-        assert not reply.allowed
-        assert why in reply.reason
+    for call_id, why in (("1", "approval_required"), ("2", "budget")):
+        (verdict,) = here.say(attempt(call_id)).verdicts
+        assert not verdict.allowed
+        assert verdict.denial == why
 
 
 async def test_a_role_that_is_not_granted_is_denied_before_anything_is_reserved() -> None:
@@ -226,7 +236,7 @@ async def test_after_a_stop_nothing_is_admitted_and_settlements_still_count() ->
     here = world()
     here.say(admit())
     here.tree.stop("enough")
-    for message in (admit(call_id="2"), AdmitTool(participant=ROOT, call_id="1", tool_name="tool"), spawn()):
+    for message in (admit(call_id="2"), attempt("1"), spawn()):
         reply = here.say(message)
         assert isinstance(reply, Rejected)
         assert reply.cancelled
@@ -271,7 +281,7 @@ async def test_what_an_ended_child_says_is_not_heard_but_for_its_settlements() -
         Emit(participant="child", payload=Custom("ghost")),
         ToolDone(participant="child", call_id="1", tool_name="tool", error=False),
         admit("child", "2"),
-        AdmitTool(participant="child", call_id="1", tool_name="tool"),
+        attempt("1", participant="child"),
         spawn("grandchild", "child"),
     ):
         reply = here.say(message)
@@ -447,9 +457,9 @@ async def test_a_question_of_a_child_ends_with_it_and_the_others_go_on() -> None
 async def test_a_revision_needs_its_budget_and_calls_no_tools() -> None:
     it = world(budgets=Budgets(max_revisions=1))
     assert it.say(Revise(action="revise", reason="too short")) == Revision(allowed=True)
-    admitted = it.say(AdmitTool(participant=ROOT, call_id="1", tool_name="tool"))
-    assert isinstance(admitted, ToolAdmitted)
-    assert not admitted.allowed
+    admitted = it.say(attempt("1"))
+    assert isinstance(admitted, ToolsAdmitted)
+    assert admitted.verdicts[0].denial == "revision"
     assert it.say(Revise(action="revise", reason="still")) == Revision(allowed=False)
     assert it.say(Revise(action="accept", reason="fine")) == Revision(allowed=False)
     assert [payload for _, payload in it.events] == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,13 +49,13 @@ def reader(folder: Path, *names: str) -> Tool:
 
 
 async def run(
-    folder: Path, question: str, *, session: str = "s", store: Runtime | None = None, **limits: int
+    folder: Path, question: str, *, session: str = "s", store: Runtime | None = None, **limits: Any
 ) -> RunResult:
     runtime = store or runtime_for(folder, **limits)
     return await runtime.run(question, identity=YOU, session_id=session)
 
 
-def runtime_for(folder: Path, **limits: int) -> Runtime:
+def runtime_for(folder: Path, **limits: Any) -> Runtime:
     return runtime_with(folder, Budgets(**limits))
 
 

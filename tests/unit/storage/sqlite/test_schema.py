@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from retinue.errors import StoreUnavailable
-from retinue.storage.sqlite import content_rows, run_rows, session_rows, statements
+from retinue.storage.sqlite import approval_rows, content_rows, run_rows, session_rows, statements
 from retinue.storage.sqlite.connections import StoreFile
 from retinue.storage.sqlite.engine import SQLiteEngine
 from retinue.storage.sqlite.migrations import Migration, parse_migration, shipped, split
@@ -25,9 +25,9 @@ def _step(name: str, sql: str) -> Migration:
 
 NEXT = (
     *shipped(),
-    _step("0002_02_post_tidy.sql", "CREATE TABLE tidied (x);"),
-    _step("0003_01_pre_notes.sql", "CREATE TABLE note (x);\n-- and\nCREATE INDEX note_body ON note (x);"),
-    _step("0003_02_post_drop.sql", "CREATE TABLE dropped (x);"),
+    _step("0003_02_post_tidy.sql", "CREATE TABLE tidied (x);"),
+    _step("0004_01_pre_notes.sql", "CREATE TABLE note (x);\n-- and\nCREATE INDEX note_body ON note (x);"),
+    _step("0004_02_post_drop.sql", "CREATE TABLE dropped (x);"),
 )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ async def test_a_newer_file_is_refused_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable) as caught:
         SQLiteEngine(file)
     assert caught.value.reason == "newer_schema"
-    assert "schema version 3; this one knows up to 2" in str(caught.value)
+    assert "schema version 4; this one knows up to 3" in str(caught.value)
     assert file.read_bytes() == content
 
 
@@ -72,8 +72,8 @@ async def test_a_failing_migration_changes_nothing(tmp_path: Path) -> None:
     before = _tables(file)
     broken = (
         *shipped(),
-        _step("0003_01_pre_x.sql", "CREATE TABLE note (x);"),
-        _step("0003_02_pre_y.sql", "NONSENSE;"),
+        _step("0004_01_pre_x.sql", "CREATE TABLE note (x);"),
+        _step("0004_02_pre_y.sql", "NONSENSE;"),
     )
     with pytest.raises(StoreUnavailable, match="syntax error"):
         SQLiteEngine(file, migrations=broken)
@@ -171,13 +171,13 @@ def test_only_fencing_lists_and_the_epoch_floor_go_across_tenants() -> None:
     text = "".join(file.read_text() for file in folder.iterdir())
     across = {line.split()[2] for line in text.splitlines() if "(across tenants" in line}
     fencing = {"held_by", "end_leases_of", "add_fenced", "is_fenced"}
-    lists = {"list_sessions", "list_runs", "list_open_runs"}
+    lists = {"list_sessions", "list_runs", "list_open_runs", "list_approvals"}
     assert across == fencing | lists | {"read_epoch_floor", "set_epoch_floor"}
 
 
 def test_every_statement_is_used() -> None:
     used: set[str] = set()
-    for module in (session_rows, content_rows, run_rows):
+    for module in (session_rows, content_rows, run_rows, approval_rows):
         for name, value in vars(module).items():
             if name.isupper() and isinstance(value, str | tuple):
                 used |= {value} if isinstance(value, str) else set(value)

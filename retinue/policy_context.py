@@ -1,0 +1,60 @@
+"""What a policy of the application is told of the run that it judges, and what it may do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from retinue.budgets import BudgetSnapshot
+from retinue.drivers import RunMode
+from retinue.events import CompactionPayload
+from retinue.grants import Grants
+from retinue.ids import Identity
+from retinue.messages import Message
+from retinue.models import ModelResponse
+from retinue.protocol import Compacting
+
+if TYPE_CHECKING:
+    from retinue.services import ExecutionServices
+
+
+class PolicyContext:
+    """The run or delegate that asks. Belongs to a user loop of the root's process."""
+
+    def __init__(self, services: ExecutionServices, revision: int = 0) -> None:
+        self._services = services
+        request = services.request
+        self.identity: Identity = request.identity
+        self.session_id = request.session_id
+        self.run_id = request.run_id
+        self.root_run_id = request.root_run_id
+        self.participant = request.participant
+        """Name of the delegate; empty for the root."""
+        self.run_mode: RunMode = request.run_mode
+        self.grants: Grants = request.grants
+        self.revision = revision
+        self.config = services.config
+        """The app."""
+
+    @property
+    def budget(self) -> BudgetSnapshot:
+        """What the whole tree has spent, reserved and left."""
+        return self._services.budget
+
+    def emit_compaction(self, payload: CompactionPayload) -> None:
+        """Tell of a conversation that is being shortened."""
+        self._services.tell(Compacting(participant=self._services.participant, payload=payload))
+
+    async def control_model(
+        self,
+        role: str,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+    ) -> ModelResponse:
+        """A model call of the policy's own, on the budget of whoever is judged: see
+        :meth:`ExecutionServices.control_model`."""
+        return await self._services.control_model(
+            role, messages, max_tokens=max_tokens, temperature=temperature
+        )
