@@ -10,7 +10,7 @@ import typer
 from retinue.approvals import ApprovalState
 from retinue.cluster.command import Address, Json, errors_as_messages, print_json
 from retinue.cluster.listing_cli import LIMIT, Limit, Namespace, StoreUrl, Tenant, User
-from retinue.errors import InputError
+from retinue.errors import InputError, NotFound
 from retinue.ids import Identity
 
 if TYPE_CHECKING:
@@ -156,7 +156,10 @@ def _decide(
                 client = await here.client()
                 found = await _find(client, approval_id, tenant, user)
                 identity = Identity(tenant_id=found.tenant_id, user_id=found.user_id)
-                return await client.decide(identity, found.session_id, decision)
+                try:
+                    return await client.decide(identity, found.session_id, decision)
+                except NotFound:  # its host may have died, and its record tells by now how it ended
+                    return await client.decide(identity, found.session_id, decision)
 
             row = listing_tables.approval_row(here.ask(decide()))
         if json:

@@ -19,6 +19,7 @@ from retinue.agents import DEFAULT_CHILD_DEPTH, DEFAULT_TOOL_ROUNDTRIPS, Agent
 from retinue.errors import BudgetExhausted, ModelFailed, RetinueError, ValidationFailed
 from retinue.events import PublicMessage
 from retinue.messages import Content, Message, ToolCall, system, tool_result, user
+from retinue.model_retries import retried
 from retinue.models import ModelResponse, TextPiece
 from retinue.results import DriverOutput
 from retinue.services import ExecutionServices
@@ -72,7 +73,20 @@ class AgentRun:
         )
 
     async def ask(self, conversation: Sequence[Message]) -> tuple[ModelResponse, Sequence[PublicMessage]]:
-        """One model call; the whole answer, and what people saw of it."""
+        """One answer of the model; the whole of it, and what people saw of it.
+
+        A provider that cannot answer now is asked again, unless people have seen a part of the answer.
+        """
+        shown: list[str] = []
+        return await retried(
+            lambda: self._ask(conversation, shown),
+            self.agent.model_retries,
+            may_repeat=lambda: not shown and not self.services.cancelled,
+        )
+
+    async def _ask(
+        self, conversation: Sequence[Message], shown: list[str]
+    ) -> tuple[ModelResponse, Sequence[PublicMessage]]:
         services, agent = self.services, self.agent
         granted = services.request.grants.tool_ids
         offered = [item.schema for item in (*self.tools, *services.tools) if item.name in granted]
@@ -92,15 +106,14 @@ class AgentRun:
             temperature=agent.temperature,
             publish=True,
         )
-        pieces: list[str] = []
         async with stream:
             async for chunk in stream:
                 if isinstance(chunk, TextPiece) and chunk.phase != "reasoning_summary":
                     services.emit_text(chunk.text)
-                    pieces.append(chunk.text)
+                    shown.append(chunk.text)
         response = stream.response
         check_answer(agent.name, response)
-        emitted = "".join(pieces)
+        emitted = "".join(shown)
         if response.text != emitted and response.text.startswith(emitted):  # the rest came with the finish
             services.emit_text(response.text[len(emitted) :])
         return response, stream.messages

@@ -8,6 +8,7 @@ from typing import Literal
 
 from retinue.agent_defaults import check_count, check_paths, check_skill_dirs
 from retinue.errors import ValidationFailed
+from retinue.model_retries import DEFAULT_RETRIES
 from retinue.models import ModelClient
 from retinue.policies import ExecutionPolicy
 from retinue.tools import IDENTIFIER, Tool, check_kind, check_tools
@@ -41,6 +42,9 @@ class Agent:
     """Rounds of tools in one run, with all its turns; :data:`DEFAULT_TOOL_ROUNDTRIPS` where it does not say,
     and :data:`DEFAULT_CHILD_ROUNDTRIPS` for an agent that the ``task`` tool asks."""
     temperature: float | None = None
+    model_retries: int = DEFAULT_RETRIES
+    """Times that the model is asked again where its provider could not answer (too many requests, a server
+    that failed, a broken connection). Each is a model call of the run."""
     skill_dirs: Sequence[str] | Literal[False] | None = None
     """Folders whose skills are listed in the system message, absolute or below the app's project root.
     ``None`` says nothing, so that an owned agent takes the app's defaults; here and in what follows."""
@@ -77,7 +81,8 @@ class Agent:
         path = f"agent.{self.name}"
         check_kind(f"{path}.instructions", self.instructions, str)
         check_kind(f"{path}.description", self.description, str)
-        for name in ("max_tool_roundtrips", "max_child_depth", "max_repeated_calls"):
+        check_kind(f"{path}.model_retries", self.model_retries, int)
+        for name in ("model_retries", "max_tool_roundtrips", "max_child_depth", "max_repeated_calls"):
             check_count(f"{path}.{name}", getattr(self, name))
         if self.max_output_tokens is not None:
             check_kind(f"{path}.max_output_tokens", self.max_output_tokens, int)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -120,7 +121,7 @@ class RunPolicies:
         approvals = self._context(self._request, 0).config.approvals
         if approvals is None or approvals.on_request is None:
             return None
-        answer = approvals.on_request(msgspec.structs.replace(request, arguments=dict(request.arguments)))
+        answer = approvals.on_request(copy.deepcopy(request))
         if isinstance(answer, Awaitable):
             answer = await answer
         return answer

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
 from retinue.budgets import Usage
-from retinue.errors import ModelFailed, ValidationFailed
+from retinue.errors import ModelFailed
 from retinue.messages import ToolCall
 from retinue.models import ModelChunk, ModelRequest, ModelResponse
+from retinue.providers.endpoint import DEFAULT_TIMEOUT, Endpoint, check_server
 from retinue.providers.openai_wire import (
     StreamPieces,
     WireNames,
@@ -31,22 +30,9 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI, AsyncStream
 
 DEFAULT_BASE_URL = "https://api.openai.com/v1"
-DEFAULT_TIMEOUT = 120.0
-"""Seconds that one answer may take."""
 MISSING_SDK = "the openai SDK is not installed; install it with: pip install 'retinue[openai]'"
-_NO_KEY = "not-needed"
-"""What a server of one's own is sent as a key when the environment has none; most look at no key."""
-_LONGEST_QUOTE = 300
-_NEVER_CONNECTED = frozenset(
-    {"ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedProtocol", "ProxyError"}
-)
-"""Transport errors, by name, after which the request certainly was not sent."""
 
 LimitParameter = Literal["max_tokens", "max_completion_tokens"]
-
-_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Any, ...], AsyncOpenAI]]
-_clients = weakref.WeakKeyDictionary()
-"""Connections of this process: one client for each event loop, server, key and timeout."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +50,7 @@ class OpenAIChatModel:
     """What the server calls the output cap: ``max_completion_tokens`` at OpenAI, else ``max_tokens``."""
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ValidationFailed("an OpenAI model needs a name, such as gpt-5-mini", path="model")
-        if self.base_url is not None:
-            parts = urlsplit(self.base_url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValidationFailed(
-                    f"base URL {self.base_url!r:.200} must look like http://127.0.0.1:8080/v1",
-                    path="base_url",
-                )
-            if parts.username or parts.password:
-                raise ValidationFailed(
-                    f"the base URL of {parts.hostname} must hold no key; put it into ${self.api_key_env}",
-                    path="base_url",
-                )
+        check_server("an OpenAI model", self.model, self.base_url, self.api_key_env)
 
     @property
     def provider_id(self) -> str:
@@ -102,12 +75,8 @@ class OpenAIChatModel:
 
         try:
             raw = await client.chat.completions.with_raw_response.create(**options)
-        except openai.APIStatusError as error:
-            self._refused(error.status_code, error.body, key)
-        except openai.APIConnectionError as error:
-            self._unreachable(error)
         except openai.OpenAIError as error:
-            raise ModelFailed(f"{self._called} failed: {_quote(str(error), key)}") from None
+            raise self._endpoint.failure(error, key) from None
         return self._response(raw.content, names, key)
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[ModelChunk]:
@@ -134,12 +103,8 @@ class OpenAIChatModel:
                         yield chunk
             finally:
                 await stream.close()
-        except openai.APIStatusError as error:
-            self._refused(error.status_code, error.body, key)
-        except openai.APIConnectionError as error:
-            self._unreachable(error)
         except openai.OpenAIError as error:
-            raise ModelFailed(f"{self._called} failed: {_quote(str(error), key)}") from None
+            raise self._endpoint.failure(error, key) from None
         except (ValueError, LookupError, TypeError, AttributeError):
             raise ModelFailed(
                 f"{self._called} streamed something that is no chat completion; check that the base URL is "
@@ -148,9 +113,7 @@ class OpenAIChatModel:
 
     async def close(self) -> None:
         """Close the connections that this event loop has to the server; a later call opens new ones."""
-        clients = _clients.get(asyncio.get_running_loop(), {})
-        for place in [place for place in clients if place[:2] == (self.server, self.api_key_env)]:
-            await clients.pop(place).close()
+        await self._endpoint.close()
 
     # --- the client ---------------------------------------------------------------------------------------
 
@@ -158,30 +121,29 @@ class OpenAIChatModel:
     def _called(self) -> str:
         return f"model {self.model} at {self.server}"
 
+    @property
+    def _endpoint(self) -> Endpoint:
+        return Endpoint(
+            sdk="openai",
+            missing=MISSING_SDK,
+            called=self._called,
+            server=self.server,
+            key_env=self.api_key_env,
+            default_server=DEFAULT_BASE_URL,
+            timeout=self.timeout,
+        )
+
     def _key(self) -> str:
-        key = os.environ.get(self.api_key_env, "").strip()
-        if not key and self.server == DEFAULT_BASE_URL:
-            raise ModelFailed(
-                f"{self._called} needs a key: set ${self.api_key_env} in the environment of the process that "
-                "makes the call (of a standing cluster: where the cluster was started), or name a server of "
-                "your own with a base URL",
-                started=False,
-            )
-        return key or _NO_KEY
+        return self._endpoint.key()
 
     async def _client(self, key: str) -> AsyncOpenAI:
-        try:
-            # Importing the SDK takes a while, and other delegates share this loop.
-            openai = await asyncio.to_thread(__import__, "openai")
-        except ImportError:
-            raise ModelFailed(MISSING_SDK, started=False) from None
-        clients = _clients.setdefault(asyncio.get_running_loop(), {})
-        place = (self.server, self.api_key_env, hash(key), self.timeout)
-        if place not in clients:
-            clients[place] = openai.AsyncOpenAI(
+        client: AsyncOpenAI = await self._endpoint.client(
+            key,
+            lambda openai: openai.AsyncOpenAI(
                 base_url=self.server, api_key=key, timeout=self.timeout, max_retries=0
-            )
-        return clients[place]
+            ),
+        )
+        return client
 
     # --- the request --------------------------------------------------------------------------------------
 
@@ -198,7 +160,7 @@ class OpenAIChatModel:
             options[limit] = request.max_tokens
         if request.temperature is not None:
             options["temperature"] = request.temperature
-        return options
+        return options | with_body(request.options)
 
     # --- the answer ---------------------------------------------------------------------------------------
 
@@ -211,11 +173,7 @@ class OpenAIChatModel:
             if not isinstance(text, str | None) or not isinstance(calls, list):
                 raise TypeError
         except (ValueError, LookupError, TypeError, AttributeError):
-            said = _quote(_error_text(body) or body[:_LONGEST_QUOTE].decode("utf-8", "replace"), key)
-            raise ModelFailed(
-                f"{self._called} answered something that is no chat completion: {said or '(nothing)'}. Check "
-                "that the base URL is the API's root, which usually ends in /v1"
-            ) from None
+            raise self._endpoint.no_answer("chat completion", body, key) from None
         finish = choice.get("finish_reason")
         used = usage(answer.get("usage"))
         tool_calls = tuple(self._tool_call(call, names, finish, used) for call in calls)
@@ -250,50 +208,6 @@ class OpenAIChatModel:
             )
         return ToolCall(call_id, names.from_wire(name), parsed)
 
-    # --- failures -----------------------------------------------------------------------------------------
-
-    def _refused(self, status: int, body: object, key: str) -> NoReturn:
-        message = body.get("message") if isinstance(body, dict) else None
-        said = _quote(message, key) if isinstance(message, str) else ""
-        if status in (401, 403):
-            # The body is left out: OpenAI's shows a part of the key.
-            step = f"check ${self.api_key_env} in the environment of the process that makes the call"
-            said = ""
-        elif status == 404:
-            step = (
-                "check the model's name, and that the base URL is the API's root, which usually ends in /v1"
-            )
-        elif status == 429:
-            step = "too many requests, or no quota left: wait, use fewer delegates, or check the account"
-        elif status in (400, 413, 422):
-            step = "the server does not take this request: try a smaller part, or a model with more context"
-        elif status >= 500:
-            step = "the server failed: try again, or look into its log"
-        else:
-            step = "look into the server's documentation for this status"
-        raise ModelFailed(
-            f"{self._called} refused with HTTP {status}{f' ({said})' if said else ''}: {step}",
-            status=status,
-            started=status >= 500,  # what is refused with 4xx was not begun
-        ) from None
-
-    def _unreachable(self, error: Exception) -> NoReturn:
-        cause = error.__cause__
-        kind = type(cause).__name__
-        if kind in _NEVER_CONNECTED:
-            why = str(cause) or kind
-            raise ModelFailed(
-                f"no server answers at {self.server} ({why}); check that it runs, that host and port of the "
-                "base URL are right, and that this machine may reach it",
-                started=False,
-            ) from None
-        if "Timeout" in kind or "Timeout" in type(error).__name__:
-            raise ModelFailed(f"{self._called} gave no answer within {self.timeout:g} s") from None
-        raise ModelFailed(
-            f"{self._called} broke the connection ({kind if cause else type(error).__name__}); "
-            "look into its log"
-        ) from None
-
 
 async def _body(stream: AsyncStream[Any]) -> bytes:
     """What a server answered instead of a stream."""
@@ -305,19 +219,6 @@ async def _body(stream: AsyncStream[Any]) -> bytes:
         raise openai.APIConnectionError(request=stream.response.request) from error
 
 
-def _error_text(body: bytes) -> str:
-    try:
-        answer = json.loads(body)
-    except ValueError:
-        return ""
-    error = answer.get("error") if isinstance(answer, dict) else None
-    message = error.get("message") if isinstance(error, dict) else error
-    return message if isinstance(message, str) else ""
-
-
-def _quote(text: str, key: str) -> str:
-    """What a server said, short, on one line, and without the key."""
-    if key != _NO_KEY:
-        text = text.replace(key, "[key]")
-    text = " ".join(text.split())
-    return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE - 1]}…"
+def with_body(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Further options of a request, as an SDK takes what it may not know: in the body, by their names."""
+    return {"extra_body": dict(options)} if options else {}

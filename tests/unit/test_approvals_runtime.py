@@ -26,7 +26,18 @@ from retinue.events import ApprovalRequested, ApprovalResolved
 from retinue.storage.memory import MemoryEngine
 from retinue.store import StoreEngine
 from tests.conftest import MakeLocalRuntime
-from tests.support import all_events, code_of, driver, event_of, nothing_is_left, run_of, soon, user_text, why
+from tests.support import (
+    Flag,
+    all_events,
+    code_of,
+    driver,
+    event_of,
+    nothing_is_left,
+    run_of,
+    soon,
+    user_text,
+    why,
+)
 
 ALL = Approvals(require="all")
 PAY = Grants(tool_ids=["pay"])
@@ -378,6 +389,32 @@ async def test_the_application_may_answer_itself(
     assert (text == "paid 5") == (state == "approved")
     stands = await soon(runtime.approvals.get(request.id, identity=identity))
     assert (stands.state, stands.by, stands.request.arguments) == (state, "application", {"amount": 5})
+
+
+async def test_what_on_request_does_to_its_copy_nobody_sees(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    spoiled = Flag()
+
+    def spoil(request: ApprovalRequest) -> None:
+        request.arguments["to"].append("eve")
+        request.arguments["more"] = True
+        spoiled.set()
+
+    @driver
+    async def sends(request: RunRequest, services: ExecutionServices) -> DriverOutput:
+        async def send(arguments: dict[str, Any]) -> str:
+            return ",".join(arguments["to"])
+
+        return DriverOutput(text=await services.dispatch_effect("pay", {"to": ["bob"]}, send))
+
+    runtime = local_runtime(driver=sends, grants=PAY, approvals=Approvals(require="all", on_request=spoil))
+    handle = runtime.start("x", identity=identity, session_id=session_id)
+    await spoiled.wait()
+    (pending,) = handle.pending_approvals
+    assert pending.arguments == {"to": ["bob"]}
+    await soon(handle.approve(pending.id))
+    assert (await soon(handle.result())).text == "bob"
 
 
 async def test_an_on_request_that_raises_is_no_answer_and_is_logged(

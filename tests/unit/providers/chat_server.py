@@ -30,6 +30,10 @@ class ChatServer:
     """Seconds before each answer."""
     answer: tuple[int, str, bytes] | None = None
     """(status, content type, body) for every request; the embedded model answers when ``None``."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Sent with every answer that is no stream."""
+    answers: list[tuple[int, str, bytes]] = field(default_factory=list)
+    """Given first, one for each request, before ``answer``."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     """The Authorization header of each request."""
@@ -80,6 +84,8 @@ class ChatServer:
         asked = json.loads(body)
         self.requests.append(asked)
         time.sleep(self.delay)
+        if self.answers:
+            return self.answers.pop(0)
         if self.answer is not None:
             return self.answer
         response = asyncio.run(ExtractiveModel().generate(_request(asked)))
@@ -106,6 +112,8 @@ def chat_server(delay: float = 0.0, port: int = 0) -> Iterator[ChatServer]:
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
+                for name, value in state.headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body)
 

@@ -1,0 +1,442 @@
+"""The responses API, the messages API and pydantic-ai's models, against answers as they are on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from pydantic_ai.messages import ModelResponse as WireResponse
+from pydantic_ai.messages import TextPart as WireText
+from pydantic_ai.messages import ThinkingPart
+from pydantic_ai.models.function import FunctionModel
+from pydantic_ai.models.test import TestModel
+
+from retinue import Message, ModelRequest, ModelResponse, ToolCall, Usage
+from retinue.errors import ModelFailed, ValidationFailed
+from retinue.messages import FilePart, ImagePart, TextPart, assistant, system, tool_result, user
+from retinue.models import ModelClient, StreamingModelClient, ToolSchema, capabilities_of
+from retinue.providers.anthropic_messages import AnthropicModel
+from retinue.providers.openai_responses import OpenAIResponsesModel
+from retinue.providers.pydantic_ai import PydanticAIModel
+from retinue.stream_assembly import StreamAssembly
+from tests.unit.providers.chat_server import HOLD, ChatServer, chat_server
+
+KEY = "sk-test-0123456789"
+LOOK = ToolSchema(
+    "docs/look:at",
+    "Looks.",
+    {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
+)
+ASK = ModelRequest(
+    messages=[system("rules"), user("hello")],
+    tools=[LOOK],
+    max_tokens=50,
+    temperature=0.5,
+    options={"top_p": 0.9},
+)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
+        monkeypatch.setenv(name, KEY)
+    for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY",
+                 "http_proxy", "https_proxy", "all_proxy"):  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def server() -> Iterator[ChatServer]:
+    with chat_server() as state:
+        yield state
+
+
+@pytest.fixture
+async def responses(server: ChatServer) -> AsyncIterator[OpenAIResponsesModel]:
+    client = OpenAIResponsesModel("gpt-x", base_url=server.url)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def messages(server: ChatServer) -> AsyncIterator[AnthropicModel]:
+    client = AnthropicModel("claude-x", base_url=server.url.removesuffix("/v1"))
+    yield client
+    await client.close()
+
+
+async def streamed(client: StreamingModelClient, request: ModelRequest) -> ModelResponse:
+    assembly = StreamAssembly(client)
+    async for chunk in client.stream(request):
+        assembly.take(chunk)
+    return assembly.response()
+
+
+# --- the responses API ------------------------------------------------------------------------------------
+
+REASONING = {"type": "reasoning", "id": "rs_1", "encrypted_content": "opaque==", "summary": [
+    {"type": "summary_text", "text": "thought about it"}]}  # fmt: skip
+SAID = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "phase": "commentary",
+        "content": [{"type": "output_text", "text": "Let me look.", "annotations": []}]}  # fmt: skip
+CALL = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "docs_look_at",
+        "arguments": '{"what": "x"}', "status": "completed"}  # fmt: skip
+USED = {"input_tokens": 20, "input_tokens_details": {"cached_tokens": 5}, "output_tokens": 9,
+        "output_tokens_details": {"reasoning_tokens": 4}, "total_tokens": 29}  # fmt: skip
+
+
+def response(*output: Any, status: str = "completed", **more: Any) -> dict[str, Any]:
+    return {"id": "resp_1", "object": "response", "created_at": 1, "status": status, "model": "gpt-x",
+            "output": list(output), "usage": USED, "parallel_tool_calls": True, "tool_choice": "auto",
+            "tools": [], **more}  # fmt: skip
+
+
+async def test_responses_with_phases_summaries_calls_and_continuation(
+    server: ChatServer, responses: OpenAIResponsesModel
+) -> None:
+    server.says(response(REASONING, SAID, CALL))
+    answer = await responses.generate(ASK)
+    assert answer.text == "Let me look."
+    assert answer.tool_calls == (ToolCall("call_1", "docs/look:at", {"what": "x"}),)
+    assert answer.usage == Usage(input_tokens=20, output_tokens=9, cached_tokens=5, reasoning_tokens=4)
+    assert answer.finish_reason == "tool_calls"
+    assert [(item.phase, item.text) for item in answer.items] == [
+        ("reasoning_summary", "thought about it"), ("commentary", "Let me look."),
+    ]  # fmt: skip
+    (asked,) = server.requests
+    assert (asked["max_output_tokens"], asked["temperature"], asked["top_p"], asked["store"]) == (
+        50, 0.5, 0.9, False,
+    )  # fmt: skip
+    assert asked["tools"][0]["name"] == "docs_look_at"
+    assert capabilities_of(responses).message_phases == "native"
+
+    said = Message(role="assistant", content=answer.text, tool_calls=answer.tool_calls, extras=answer.extras)
+    await responses.generate(ModelRequest(messages=[user("hello"), said, tool_result("call_1", "blue")]))
+    sent = server.requests[-1]["input"]
+    assert sent[1:4] == [REASONING, SAID, CALL]  # verbatim
+    assert sent[4] == {"type": "function_call_output", "call_id": "call_1", "output": "blue"}
+
+
+async def test_responses_of_other_providers_are_sent_as_text_and_calls(
+    server: ChatServer, responses: OpenAIResponsesModel
+) -> None:
+    server.says(response())
+    other = Message(
+        role="assistant",
+        content="hm",
+        tool_calls=(ToolCall("c", "docs/look:at", {"what": "é"}),),
+        extras={"anthropic.messages": {"content": []}},
+    )
+    parts = [TextPart("see"), ImagePart("aGk=", "image/png"), FilePart("aGk=", "application/pdf", "a.pdf")]
+    await responses.generate(ModelRequest(messages=[user(parts), other, tool_result("c", "y")], tools=[LOOK]))
+    sent = server.requests[-1]["input"]
+    assert [part["type"] for part in sent[0]["content"]] == ["input_text", "input_image", "input_file"]
+    assert sent[1] == {"role": "assistant", "content": "hm"}
+    assert sent[2]["arguments"] == '{"what": "é"}'
+
+
+def events(*made: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"sequence_number": number, **event} for number, event in enumerate(made)]
+
+
+async def test_a_streamed_response_is_what_the_whole_one_is(
+    server: ChatServer, responses: OpenAIResponsesModel
+) -> None:
+    server.streams(
+        *events(
+            {"type": "response.created", "response": response(status="in_progress")},
+            {"type": "response.output_item.added", "output_index": 0, "item": REASONING | {"summary": []}},
+            {"type": "response.reasoning_summary_text.delta", "output_index": 0, "item_id": "rs_1",
+             "summary_index": 0, "delta": "thought about it"},
+            {"type": "response.output_item.added", "output_index": 1, "item": SAID | {"content": []}},
+            {"type": "response.output_text.delta", "output_index": 1, "content_index": 0, "item_id": "msg_1",
+             "delta": "Let me ", "logprobs": []},
+            {"type": "response.output_text.delta", "output_index": 1, "content_index": 0, "item_id": "msg_1",
+             "delta": "look.", "logprobs": []},
+            {"type": "response.output_item.added", "output_index": 2, "item": CALL | {"arguments": ""}},
+            {"type": "response.function_call_arguments.delta", "output_index": 2, "item_id": "fc_1",
+             "delta": '{"what": '},
+            {"type": "response.function_call_arguments.delta", "output_index": 2, "item_id": "fc_1",
+             "delta": '"x"}'},
+            {"type": "response.output_item.done", "output_index": 2, "item": CALL},
+            {"type": "response.completed", "response": response(REASONING, SAID, CALL)},
+        ),
+        done=False,
+    )  # fmt: skip
+    answer = await streamed(responses, ASK)
+    server.pieces = None
+    server.says(response(REASONING, SAID, CALL))
+    whole = await responses.generate(ASK)
+    assert (answer.text, answer.tool_calls, answer.usage, answer.finish_reason, answer.extras) == (
+        whole.text, whole.tool_calls, whole.usage, whole.finish_reason, whole.extras,
+    )  # fmt: skip
+    assert [(item.phase, item.text) for item in answer.items] == [
+        (item.phase, item.text) for item in whole.items
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "says", "retryable"),
+    [
+        (response(status="failed", error={"code": "server_error", "message": "boom"}), "boom", True),
+        (response(CALL | {"arguments": "{oops"}), "no JSON object", False),
+        ({"hello": 1}, "no response", False),
+        ([], "no response", False),
+    ],
+)
+async def test_a_response_that_is_none(
+    server: ChatServer, responses: OpenAIResponsesModel, body: Any, says: str, retryable: bool
+) -> None:
+    server.says(body)
+    with pytest.raises(ModelFailed, match=says) as failed:
+        await responses.generate(ASK)
+    assert (failed.value.started, failed.value.retryable) == (True, retryable)
+
+
+async def test_a_cut_response_says_so(server: ChatServer, responses: OpenAIResponsesModel) -> None:
+    said = SAID | {"phase": None}
+    for why, reason in (("max_output_tokens", "length"), ("content_filter", "content_filter")):
+        server.says(response(said, status="incomplete", incomplete_details={"reason": why}))
+        assert (await responses.generate(ASK)).finish_reason == reason
+
+
+# --- the messages API -------------------------------------------------------------------------------------
+
+THINKING = {"type": "thinking", "thinking": "hmm", "signature": "signed=="}
+TEXT = {"type": "text", "text": "Let me look."}
+USE = {"type": "tool_use", "id": "toolu_1", "name": "docs_look_at", "input": {"what": "x"}}
+COUNTED = {"input_tokens": 10, "cache_read_input_tokens": 6, "cache_creation_input_tokens": 4,
+           "output_tokens": 7}  # fmt: skip
+
+
+def message(*content: Any, stop: str | None = "tool_use", **more: Any) -> dict[str, Any]:
+    return {"id": "msg_1", "type": "message", "role": "assistant", "model": "claude-x",
+            "content": list(content), "stop_reason": stop, "stop_sequence": None, "usage": COUNTED,
+            **more}  # fmt: skip
+
+
+async def test_messages_with_thinking_calls_and_continuation(
+    server: ChatServer, messages: AnthropicModel
+) -> None:
+    server.says(message(THINKING, TEXT, USE))
+    answer = await messages.generate(ASK)
+    assert answer.text == "Let me look."
+    assert answer.tool_calls == (ToolCall("toolu_1", "docs/look:at", {"what": "x"}),)
+    assert answer.usage == Usage(input_tokens=20, output_tokens=7, cached_tokens=6)
+    assert answer.finish_reason == "tool_calls"
+    (asked,) = server.requests
+    assert (asked["max_tokens"], asked["temperature"], asked["top_p"]) == (50, 0.5, 0.9)
+    assert asked["system"] == [{"type": "text", "text": "rules"}]
+    said = Message(role="assistant", content=answer.text, tool_calls=answer.tool_calls, extras=answer.extras)
+    two = [tool_result("toolu_1", "blue"), user("and now?")]
+    await messages.generate(ModelRequest(messages=[user("hello"), said, *two]))
+    sent = server.requests[-1]
+    assert sent["max_tokens"] == 8192
+    assert [each["role"] for each in sent["messages"]] == ["user", "assistant", "user"]
+    assert sent["messages"][1]["content"] == [THINKING, TEXT, USE]  # verbatim
+    assert [block["type"] for block in sent["messages"][2]["content"]] == ["tool_result", "text"]
+
+
+async def test_a_streamed_message_is_what_the_whole_one_is(
+    server: ChatServer, messages: AnthropicModel
+) -> None:
+    server.streams(
+        b"event: message_start\n",
+        {"type": "message_start", "message": message(stop=None, usage=COUNTED | {"output_tokens": 1})},
+        b"event: content_block_start\n",
+        {"type": "content_block_start", "index": 0,
+         "content_block": {"type": "thinking", "thinking": "", "signature": ""}},
+        b"event: content_block_delta\n",
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "hmm"}},
+        b"event: content_block_delta\n",
+        {"type": "content_block_delta", "index": 0,
+         "delta": {"type": "signature_delta", "signature": "signed=="}},
+        b"event: content_block_start\n",
+        {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
+        b"event: content_block_delta\n",
+        {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "Let me "}},
+        b"event: content_block_delta\n",
+        {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "look."}},
+        b"event: content_block_start\n",
+        {"type": "content_block_start", "index": 2, "content_block": USE | {"input": {}}},
+        b"event: content_block_delta\n",
+        {"type": "content_block_delta", "index": 2,
+         "delta": {"type": "input_json_delta", "partial_json": '{"what"'}},
+        b"event: content_block_delta\n",
+        {"type": "content_block_delta", "index": 2,
+         "delta": {"type": "input_json_delta", "partial_json": ': "x"}'}},
+        b"event: message_delta\n",
+        {"type": "message_delta", "delta": {"stop_reason": "tool_use", "stop_sequence": None},
+         "usage": {"output_tokens": 7}},
+        b"event: message_stop\n",
+        {"type": "message_stop"},
+        done=False,
+    )  # fmt: skip
+    answer = await streamed(messages, ASK)
+    server.pieces = None
+    server.says(message(THINKING, TEXT, USE))
+    assert answer == await messages.generate(ASK)
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason"),
+    [
+        ("end_turn", "stop"),
+        ("max_tokens", "length"),
+        ("refusal", "content_filter"),
+        ("stop_sequence", "stop"),
+    ],
+)
+async def test_why_a_message_ended(
+    server: ChatServer, messages: AnthropicModel, stop: str, reason: str
+) -> None:
+    server.says(message(TEXT, stop=stop))
+    answer = await messages.generate(ASK)
+    assert (answer.finish_reason, answer.extras) == (reason, None)
+
+
+async def test_a_stream_that_breaks_with_an_error_can_be_tried_again(
+    server: ChatServer, messages: AnthropicModel
+) -> None:
+    server.streams(
+        b"event: message_start\n",
+        {"type": "message_start", "message": message(stop=None)},
+        b"event: error\n",
+        {"type": "error", "error": {"type": "overloaded_error", "message": "too much"}},
+        done=False,
+    )
+    with pytest.raises(ModelFailed) as failed:
+        await streamed(messages, ASK)
+    assert failed.value.started
+
+
+# --- both -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["responses", "messages"])
+def either(request: pytest.FixtureRequest) -> ModelClient:
+    client: ModelClient = request.getfixturevalue(request.param)
+    return client
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "started", "retryable", "after"),
+    [
+        (429, {"Retry-After": "7"}, False, True, 7.0),
+        (429, {"retry-after-ms": "1500"}, False, True, 1.5),
+        (429, {}, False, True, None),
+        (503, {"Retry-After": "2"}, True, True, 2.0),
+        (400, {}, False, False, None),
+        (401, {}, False, False, None),
+    ],
+)
+async def test_refusals(
+    server: ChatServer,
+    either: ModelClient,
+    status: int,
+    headers: dict[str, str],
+    started: bool,
+    retryable: bool,
+    after: float | None,
+) -> None:
+    server.headers = headers
+    server.says({"error": {"type": "x", "message": f"no, {KEY}"}}, status)
+    with pytest.raises(ModelFailed) as failed:
+        await either.generate(ASK)
+    error = failed.value
+    assert (error.started, error.retryable, error.retry_after) == (started, retryable, after)
+    assert KEY not in error.message
+    assert len(server.requests) == 1  # the SDK does not try again by itself
+
+
+async def test_a_date_is_a_time_to_wait_too(server: ChatServer, responses: OpenAIResponsesModel) -> None:
+    server.headers = {"Retry-After": "Wed, 21 Oct 2099 07:28:00 GMT"}
+    server.says({}, 429)
+    with pytest.raises(ModelFailed) as failed:
+        await responses.generate(ASK)
+    assert failed.value.retry_after is not None
+    assert failed.value.retry_after > 10**8
+
+
+async def test_nobody_answers(either: ModelClient) -> None:
+    gone = type(either)("m", base_url="http://127.0.0.1:9/v1")  # type: ignore[call-arg]
+    with pytest.raises(ModelFailed, match="no server answers") as failed:
+        await gone.generate(ASK)
+    assert (failed.value.started, failed.value.retryable) == (False, True)
+
+
+async def test_a_stream_that_is_left_ends_the_request(
+    server: ChatServer, either: StreamingModelClient
+) -> None:
+    server.streams(HOLD)
+    reading = asyncio.ensure_future(streamed(either, ASK))
+    await asyncio.to_thread(server.held.wait, 10)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert await asyncio.to_thread(server.left.wait, 10)
+
+
+async def test_copies_and_names(either: ModelClient, server: ChatServer) -> None:
+    copy = pickle.loads(pickle.dumps(either))
+    assert copy == either
+    for wrong in (
+        {"model": ""},
+        {"model": "m", "base_url": "ftp://x"},
+        {"model": "m", "base_url": f"http://u:{KEY}@x"},
+    ):
+        with pytest.raises(ValidationFailed):
+            type(either)(**wrong)
+
+
+# --- pydantic-ai ------------------------------------------------------------------------------------------
+
+
+async def test_pydantic_ai_answers_calls_tools_and_goes_on() -> None:
+    client = PydanticAIModel(TestModel())
+    first = ModelRequest(messages=[system("rules"), user("go")], tools=[LOOK], max_tokens=9)
+    answer = await client.generate(first)
+    (call,) = answer.tool_calls
+    assert (call.name, answer.finish_reason) == ("docs/look:at", "tool_calls")
+    assert (await streamed(client, first)).tool_calls == answer.tool_calls
+    said = Message(role="assistant", content=answer.text, tool_calls=answer.tool_calls, extras=answer.extras)
+    going_on = ModelRequest(messages=[*first.messages, said, tool_result(call.id, "blue")], tools=[LOOK])
+    assert json.loads((await client.generate(going_on)).text) == {"docs_look_at": "blue"}
+    assert (client.provider_id, client.model_id) == ("test", "test")
+
+
+async def test_pydantic_ai_keeps_what_only_its_provider_understands() -> None:
+    seen: list[Any] = []
+
+    def thinks(conversation: Any, info: Any) -> WireResponse:
+        seen.append(conversation)
+        return WireResponse(parts=[ThinkingPart("hmm", signature="signed=="), WireText("hi")])
+
+    client = PydanticAIModel(FunctionModel(thinks))
+    answer = await client.generate(ModelRequest(messages=[user("a")]))
+    assert answer.text == "hi"
+    said = Message(role="assistant", content=answer.text, extras=answer.extras)
+    await client.generate(ModelRequest(messages=[user("a"), said, assistant("plain"), user("b")]))
+    kept = seen[-1][1]
+    assert [type(part).__name__ for part in kept.parts] == ["ThinkingPart", "TextPart"]
+    assert kept.parts[0].signature == "signed=="
+
+
+async def test_pydantic_ai_failures_are_ours() -> None:
+    from pydantic_ai.exceptions import ModelHTTPError
+
+    def refuses(conversation: Any, info: Any) -> WireResponse:
+        raise ModelHTTPError(429, "m", body={"secret": KEY})
+
+    with pytest.raises(ModelFailed) as failed:
+        await PydanticAIModel(FunctionModel(refuses)).generate(ModelRequest(messages=[user("a")]))
+    assert (failed.value.started, failed.value.retryable) == (False, True)
+    assert KEY not in failed.value.message
+    with pytest.raises(ModelFailed) as failed:
+        await PydanticAIModel("nowhere:model").generate(ModelRequest(messages=[user("a")]))
+    assert not failed.value.started
+    with pytest.raises(ValidationFailed):
+        PydanticAIModel("no-colon")
