@@ -17,7 +17,9 @@ from benchmarks import (
     commits,
     fanout,
     idle_sessions,
+    ledger,
     time_to_first_event,
+    tool_run,
     warm_run,
 )
 from benchmarks.measure import Row
@@ -28,6 +30,8 @@ BENCHMARKS = {
     "cold_session": cold_session.measure,
     "fanout": fanout.measure,
     "commits": commits.measure,
+    "ledger": ledger.measure,
+    "tool_run": tool_run.measure,
     "idle_sessions": idle_sessions.measure,
     "time_to_first_event": time_to_first_event.measure,
     "cancel_latency": cancel_latency.measure,
@@ -37,6 +41,8 @@ TARGETS = {
     "cold_session": "ratio ≤ 10 hops",
     "fanout": "≥ 150/s, ≤ 1 MB each",
     "commits": "≥ 1,000/s",
+    "ledger": "≥ 1,000/s",
+    "tool_run": "LangGraph: ≤ its p50, ≥ 3 its rate",
     "idle_sessions": "≤ 1 MB each",
     "time_to_first_event": "ratio ≤ 6 hops",
     "cancel_latency": "ratio ≤ 6 hops",

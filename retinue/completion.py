@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, get_args, runtime_checkable
 
 from retinue.errors import ValidationFailed
 from retinue.events import CompletionAction
@@ -12,7 +12,7 @@ from retinue.events import CompletionAction
 if TYPE_CHECKING:
     from retinue.services import ExecutionServices
 
-_ACTIONS = ("accept", "revise", "await_input", "stop")
+COMPLETION_ACTIONS: tuple[CompletionAction, ...] = get_args(CompletionAction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,21 +34,51 @@ class CompletionDecision:
     """
 
     action: CompletionAction
-    reason: str = ""
+    reason: str
+    """Why, in words that people can read; the reason of a run that ends with it. Not blank."""
     instruction: str | None = None
     """For ``revise`` only, and needed there."""
-    evidence: Sequence[str] = field(default=())
+    evidence: Sequence[str] = ()
+    """What it rests on: quotes, addresses, findings."""
 
     def __post_init__(self) -> None:
-        if self.action not in _ACTIONS:
+        if self.action not in COMPLETION_ACTIONS:
             raise ValidationFailed(
-                f"a completion decision is one of {', '.join(_ACTIONS)}, not {self.action!r:.80}",
+                f"a completion decision is one of {', '.join(COMPLETION_ACTIONS)}, not {self.action!r:.80}",
                 path="decision.action",
             )
-        if (self.action == "revise") != (self.instruction is not None):
+        _check_text("reason", self.reason)
+        if self.instruction is not None or self.action == "revise":
+            _check_text("instruction", self.instruction)
+        if self.action != "revise" and self.instruction is not None:
             raise ValidationFailed(
                 "an instruction belongs to 'revise', and to nothing else", path="decision.instruction"
             )
+        evidence: object = self.evidence
+        if isinstance(evidence, str) or not isinstance(evidence, Sequence):
+            raise ValidationFailed(
+                f"evidence is a list of strings, not {evidence!r:.80}", path="decision.evidence"
+            )
+        for index, item in enumerate(evidence):
+            if not isinstance(item, str):
+                raise ValidationFailed(
+                    f"evidence is a list of strings; item {index} is {item!r:.80}",
+                    path=f"decision.evidence[{index}]",
+                )
+        object.__setattr__(self, "evidence", tuple(evidence))
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise ValidationFailed(
+            f"{name} must be a string that is not blank, not {value!r:.80}", path=f"decision.{name}"
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValidationFailed(
+            f"{name} holds a lone surrogate, which no store can carry", path=f"decision.{name}"
+        ) from None
 
 
 @runtime_checkable

@@ -54,6 +54,10 @@ class Conversation:
     """The request's messages, system messages included."""
     entries: Sequence[Message] = ()
     """Those of them that came from context sources."""
+    role: str = "main"
+    """Model role of the call."""
+    model_id: str = ""
+    """The model that is about to be asked, for estimates."""
 
 
 @runtime_checkable

@@ -130,7 +130,7 @@ class Gate:
             self.policies.stop()
 
     def leave(self, participant: Participant, reason: str) -> None:
-        """A delegate has ended: nobody needs an answer for it any more."""
+        """A delegate has ended, or is being cancelled: nobody needs an answer for it any more."""
         if self._desk is not None:
             self._desk.cancel(reason, participant.run_id)
         if self.policies is not None:

@@ -6,16 +6,20 @@ Under the grouping ``tool_roundtrip`` a group also ends with the last result of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from retinue.errors import RetinueError
-from retinue.messages import Message
+from retinue.messages import Message, ToolPairing
 
 Grouping = Literal["user_turn", "tool_roundtrip"]
 SOURCE = "source"
-"""Key of ``Message.extras`` under which a message from a context source says where it is from."""
+"""Key of ``Message.extras`` under which a message from a context source says where it is from:
+``{"source": {"id": ..., ...}}``. Such extras are the runtime's own, and no data of a provider."""
 
 
 @dataclass
@@ -23,8 +27,6 @@ class Group:
     """Messages that belong together."""
 
     messages: list[Message] = field(default_factory=list)
-    open_calls: set[str] = field(default_factory=set)
-    """Calls that have no result in it."""
 
     @property
     def protected(self) -> bool:
@@ -32,9 +34,14 @@ class Group:
         return any(is_protected(message) for message in self.messages)
 
 
+def is_labelled(message: Message) -> bool:
+    """It says that it came from a context source."""
+    return SOURCE in (message.extras or {})
+
+
 def is_source(message: Message) -> bool:
-    """It came from a context source, and says so."""
-    return bool(message.extras) and set(message.extras or ()) == {SOURCE}
+    """It came from a context source, and carries nothing else that is opaque."""
+    return set(message.extras or ()) == {SOURCE}
 
 
 def has_continuation(message: Message) -> bool:
@@ -57,31 +64,28 @@ def grouped(messages: Sequence[Message], grouping: Grouping = "user_turn") -> li
             all results are there; ``messages[<index>]`` is named.
     """
     groups: list[Group] = []
+    pairing = ToolPairing()
     seen: set[str] = set()
     closed = True
     for index, message in enumerate(messages):
+        try:
+            pairing.add(message)
+        except ValueError as error:
+            raise _broken(index, str(error)) from None
         if message.role == "system":
             continue
-        group = groups[-1] if groups else None
         if message.role == "tool":
-            if group is None or message.tool_call_id not in group.open_calls:
-                raise _broken(index, f"answers the call {message.tool_call_id!r}, which is not open")
-            group.messages.append(message)
-            group.open_calls.discard(message.tool_call_id)
-            closed = grouping == "tool_roundtrip" and not group.open_calls
+            groups[-1].messages.append(message)
+            closed = grouping == "tool_roundtrip" and not pairing.open_calls
             continue
-        if group is not None and group.open_calls:
-            raise _broken(index, f"comes before the results of {sorted(group.open_calls)}")
-        if group is None or message.role == "user" or closed:
-            group = Group()
-            groups.append(group)
+        ids = {call.id for call in message.tool_calls}
+        if repeated := sorted(seen & ids):
+            raise _broken(index, f"has a repeated call id: {repeated}")
+        seen |= ids
+        if closed or message.role == "user":
+            groups.append(Group())
         closed = False
-        ids = [call.id for call in message.tool_calls]
-        if len(set(ids)) != len(ids) or not all(ids) or seen & set(ids):
-            raise _broken(index, f"has an empty or repeated call id: {ids}")
-        seen.update(ids)
-        group.messages.append(message)
-        group.open_calls.update(ids)
+        groups[-1].messages.append(message)
     return groups
 
 
@@ -90,70 +94,100 @@ def check_projection(
 ) -> None:
     """Raise ``RetinueError`` unless ``after`` is a projection of ``before`` that a model may be sent.
 
-    System messages stay as they are. A protected group is kept whole or dropped whole; the last group, and
-    one with calls that wait, must stay. Order stays. A message of a source may be dropped, but neither
-    changed nor called something else. Other messages may be dropped, changed and added.
+    * System messages stay as they are, in their order.
+    * A group with tools or provider data is kept whole or dropped whole, and none is added. Where the last
+      group is one, it stays; a group whose calls wait for their results is always the last.
+    * A message of a source may be dropped, but neither changed nor called something else, nor lose its label.
+    * What stays keeps its order.
+
+    Other messages may be dropped, changed and added.
     """
-    if [item for item in before if item.role == "system"] != [
-        item for item in after if item.role == "system"
-    ]:
-        raise _rejected("system messages must stay as they are, in their order (system)")
-    old, new = grouped(before, grouping), grouped(after, grouping)
-    _check_protected(old, after)
+    groups = grouped(before, grouping)
+    grouped(after, grouping)
     _check_sources(before, after)
-    _check_last(old, new)
+    _check_system(before, after)
+    _check_protected(groups, [message for message in after if message.role != "system"])
+    _check_order(before, after)
 
 
-def _check_protected(old: Sequence[Group], after: Sequence[Message]) -> None:
-    """Protected messages are the old ones, in order, by whole groups."""
-    kept = [message for message in after if is_protected(message)]
-    position = 0
-    for group in old:
-        mine = [message for message in group.messages if is_protected(message)]
-        if not mine:
-            continue
-        if kept[position : position + len(mine)] == mine:
-            if not _stands_in(group.messages, after):
-                raise _rejected("a group with tools or provider data is kept whole or dropped whole (intact)")
-            position += len(mine)
-        elif group.open_calls:
-            raise _rejected("a group whose calls wait for their results must stay (intact)")
-    if position != len(kept):
-        raise _rejected(
-            "tool messages, and assistant messages with calls or provider data, may not be added, changed, "
-            "reordered or kept in part (intact)"
-        )
-
-
-def _stands_in(part: Sequence[Message], whole: Sequence[Message]) -> bool:
-    return any(
-        list(whole[start : start + len(part)]) == list(part) for start in range(len(whole) - len(part) + 1)
-    )
+def _check_system(before: Sequence[Message], after: Sequence[Message]) -> None:
+    told = [_form(message) for message in before if message.role == "system"]
+    if told != [_form(message) for message in after if message.role == "system"]:
+        raise _rejected("system messages must stay as they are, in their order (system)")
 
 
 def _check_sources(before: Sequence[Message], after: Sequence[Message]) -> None:
-    sources = iter([message for message in before if is_source(message)])
+    sources = iter([_form(message) for message in before if is_labelled(message)])
     for message in after:
-        labelled = bool(message.extras) and SOURCE in (message.extras or {})
-        if labelled and not any(message == source for source in sources):
-            raise _rejected("a message of a source may be dropped, not changed or moved (provenance)")
-    told = {message.text for message in before if is_source(message)}
-    told -= {message.text for message in before if not is_source(message)}
-    for message in after:
-        if not is_source(message) and message.text in told:
-            raise _rejected("a message of a source may not be relabelled or lose its label (provenance)")
+        if is_labelled(message) and _form(message) not in sources:  # goes on behind the one that it finds
+            raise _rejected("a message of a source may be dropped, not changed, moved or added (provenance)")
+    contents = {_content(message) for message in before if is_labelled(message) and message.content}
+    contents -= {_content(message) for message in before if not is_labelled(message)}
+    if any(not is_labelled(message) and _content(message) in contents for message in after):
+        raise _rejected("a message of a source may not be relabelled or lose its label (provenance)")
 
 
-def _check_last(old: Sequence[Group], new: Sequence[Group]) -> None:
-    if not old:
-        return
-    last = old[-1]
-    if not last.protected and not last.open_calls:
-        # Nothing of it is protected, so a policy may say it in other words; a request needs something in its
-        # end.
-        return
-    if not new or new[-1].messages[-len(last.messages) :] != last.messages:
+def _check_protected(groups: Sequence[Group], after: Sequence[Message]) -> None:
+    """Protected messages stand in ``after`` by whole groups, in order, and the last group is among them.
+
+    Walks through all ways to read ``after`` as some of the groups with unprotected messages between them:
+    groups may begin alike, so that the first that fits need not be the right one.
+    """
+    whole = [[_form(message) for message in group.messages] for group in groups if group.protected]
+    starts: dict[bytes, list[int]] = {}
+    for number, forms in enumerate(whole):
+        starts.setdefault(forms[0], []).append(number)
+    forms = [_form(message) for message in after]
+    free = [not is_protected(message) for message in after]
+    must_end = bool(groups) and groups[-1].protected
+    used: list[int | None] = [0] + [None] * len(forms)
+    """By the number of messages read: how many groups lie behind, at least; ``None`` where no way leads."""
+    ended = False
+    for index, form in enumerate(forms):
+        behind = used[index]
+        if behind is None:
+            continue
+        if free[index]:
+            used[index + 1] = _least(used[index + 1], behind)
+        for number in starts.get(form, ()):
+            end = index + len(whole[number])
+            if number >= behind and forms[index:end] == whole[number]:
+                used[end] = _least(used[end], number + 1)
+                ended = ended or (number == len(whole) - 1 and all(free[end:]))
+    if used[-1] is None:
+        raise _rejected(
+            "tool messages, and assistant messages with calls or provider data, may not be added, changed or "
+            "reordered, and their group is kept whole or dropped whole (intact)"
+        )
+    if must_end and not ended:
         raise _rejected("the last group must stay (intact)")
+
+
+def _check_order(before: Sequence[Message], after: Sequence[Message]) -> None:
+    """Messages that are the only ones of their kind, so that it can be told, stand in their order."""
+    places = _places(before)
+    kept = [places[form] for form in _places(after) if form in places]
+    if kept != sorted(kept):
+        raise _rejected("what stays of the conversation must keep its order (order)")
+
+
+def _places(messages: Sequence[Message]) -> dict[bytes, int]:
+    forms = [_form(message) for message in messages]
+    counted = Counter(forms)
+    return {form: index for index, form in enumerate(forms) if counted[form] == 1}
+
+
+def _least(known: int | None, found: int) -> int:
+    return found if known is None else min(known, found)
+
+
+def _form(message: Message) -> bytes:
+    """What two messages have in common that are the same; ``==`` takes ``True`` for ``1``."""
+    return msgspec.json.encode(message, order="deterministic")
+
+
+def _content(message: Message) -> bytes:
+    return msgspec.json.encode(message.content)
 
 
 def _broken(index: int, what: str) -> RetinueError:

@@ -26,7 +26,7 @@ from retinue.protocol import (
     SettleModel,
 )
 from retinue.steps import check_required
-from retinue.tokens import estimate_messages
+from retinue.tokens import estimate_request, estimate_text
 
 if TYPE_CHECKING:
     from retinue.publishing import MessagePublisher
@@ -186,13 +186,16 @@ class ModelCalls:
         try:
             response = await answer(client, msgspec.structs.replace(request, max_tokens=admitted.max_tokens))
             usage = self.checked(response, client).usage
-            settlement = msgspec.structs.replace(settlement, usage=usage, answered=not services.cancelled)
+            estimated = None if usage is not None else _estimated(response, admission)
+            settlement = msgspec.structs.replace(
+                settlement, usage=usage, estimated=estimated, answered=not services.cancelled
+            )
         except ModelFailed as error:
             began = error.started or (assembly is not None and assembly.begun)
             settlement = msgspec.structs.replace(settlement, started=began, usage=_reported_usage(error))
             raise
         finally:
-            if assembly is not None and settlement.usage is None:
+            if assembly is not None and settlement.usage is None and settlement.estimated is None:
                 settlement = _told_by(assembly, settlement, admission.projected_input)
             await self._port.settle(settlement)
         if services.cancelled:
@@ -244,16 +247,7 @@ class ModelCalls:
         return _checked_response(response, client)
 
     def _project(self, request: ModelRequest, client: ModelClient) -> int:
-        estimate = self._services.config.estimate_input_tokens
-        if estimate is None:
-            return estimate_messages(request.messages, request.tools, client.model_id)
-        projected: object = estimate(request, client)
-        if isinstance(projected, bool) or not isinstance(projected, int) or projected < 0:
-            raise Unsupported(
-                f"estimate_input_tokens gave {projected!r}; it must give a nonnegative integer",
-                operation="estimate_input_tokens",
-            )
-        return projected
+        return estimate_request(request, client, self._services.config.estimate_input_tokens)
 
 
 async def _generated(client: ModelClient, request: ModelRequest) -> ModelResponse:
@@ -279,6 +273,13 @@ def _as_prepared(request: ModelRequest, prepared: ModelPrepared) -> ModelRequest
         temperature=temperature,
         options={**request.options, **options},
     )
+
+
+def _estimated(response: ModelResponse, admission: AdmitModel) -> Usage:
+    """What a whole answer used, where its provider does not say."""
+    pieces = [response.text, *(msgspec.json.encode(call).decode() for call in response.tool_calls)]
+    made = sum(estimate_text(piece, admission.model_id) for piece in pieces)
+    return Usage(input_tokens=admission.projected_input, output_tokens=made)
 
 
 def _told_by(assembly: StreamAssembly, settlement: SettleModel, projected_input: int) -> SettleModel:

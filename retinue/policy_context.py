@@ -11,8 +11,9 @@ from retinue.events import CompactionPayload
 from retinue.grants import Grants
 from retinue.ids import Identity
 from retinue.messages import Message
-from retinue.models import ModelResponse
+from retinue.models import ModelRequest, ModelResponse
 from retinue.protocol import Compacting
+from retinue.tokens import estimate_messages, estimate_request
 
 if TYPE_CHECKING:
     from retinue.services import ExecutionServices
@@ -40,6 +41,18 @@ class PolicyContext:
     def budget(self) -> BudgetSnapshot:
         """What the whole tree has spent, reserved and left."""
         return self._services.budget
+
+    def estimate_tokens(self, messages: Sequence[Message], *, role: str = "main", model_id: str = "") -> int:
+        """Tokens of these messages, as a request of their own without tools.
+
+        The app's ``estimate_input_tokens`` is asked where a model is bound to ``role``; otherwise they are
+        estimated from their characters, for the family of ``model_id``.
+        """
+        binding = self.config.binding(role)
+        if binding is None:
+            return estimate_messages(messages, model_id=model_id)
+        request = ModelRequest(messages=tuple(messages), role=role, participant=self.participant)
+        return estimate_request(request, binding.client, self.config.estimate_input_tokens)
 
     def emit_compaction(self, payload: CompactionPayload) -> None:
         """Tell of a conversation that is being shortened."""

@@ -263,6 +263,22 @@ class Runtime:
             self._backend, run_id=start.run_id, identity=identity, session_id=record.session_id, start=start
         )
 
+    def resume_blocking(
+        self,
+        run: RunHandle | str,
+        *,
+        top_up: Budgets,
+        identity: Identity | None = None,
+        run_id: str | None = None,
+        if_busy: Literal["reject", "queue"] = "reject",
+        deadline: float | datetime | None = None,
+    ) -> RunHandle:
+        """The blocking twin of :meth:`resume`."""
+        work = self.resume(
+            run, top_up=top_up, identity=identity, run_id=run_id, if_busy=if_busy, deadline=deadline
+        )
+        return blocking(on_client_loop(work))
+
     def attach(self, run_id: str, *, identity: Identity) -> RunHandle:
         """The handle of a run that was started elsewhere, or earlier.
 

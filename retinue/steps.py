@@ -10,15 +10,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from retinue.config import ModelBinding, RuntimeConfig
 from retinue.context_policies import ContextPolicy, Conversation, Projection, Provenance, grouping_of
 from retinue.controllers import Step, StepOverrides
-from retinue.errors import AccessDenied, BudgetExhausted, RetinueError, Unsupported
+from retinue.errors import AccessDenied, BudgetExhausted, InputError, RetinueError, Unsupported
 from retinue.grants import MAIN_ROLE, Grants
-from retinue.grouping import check_projection, has_continuation, is_source
+from retinue.grouping import check_projection, has_continuation, is_labelled
+from retinue.ids import SAFE_INTEGER
+from retinue.json_values import encode_json
 from retinue.messages import Message, decode_message, encode_message
 from retinue.policy_context import PolicyContext
 from retinue.protocol import ModelPrepared, PrepareModel
@@ -31,6 +34,8 @@ class StepPreparation:
         self._config = config
         self._run = StepOverrides()
         """What the controller said before the run."""
+        self._roles: dict[tuple[str, str], str] = {}
+        """The role that the last call had, by the run id of who asked and the role that was asked for."""
 
     async def prepare_run(self, ctx: PolicyContext) -> None:
         """Ask the controller before the run.
@@ -55,7 +60,7 @@ class StepPreparation:
         Raises:
             BudgetExhausted: the controller says stop.
             AccessDenied: the role, or an active tool, is not granted.
-            Unsupported: the role has no model, or an option is not allowed.
+            Unsupported: the role has no model, or an option is not allowed or cannot be.
             RetinueError: a required tool is missing, another model cannot go on with this conversation, or
                 the projection is no projection.
         """
@@ -67,16 +72,28 @@ class StepPreparation:
             check_required(ctx.grants, tools)
         _check_options(overrides.options, role, binding)
         before = [decode_message(body) for body in message.messages]
-        if role != message.role and any(has_continuation(item) for item in before):
+        self._check_change(message.role, role, before, ctx)
+        policy = overrides.context_policy or self._config.context_policy
+        messages = None
+        if policy is not None:
+            model_id = message.model_id if binding is None else binding.client.model_id
+            messages = await _projected(policy, before, role, model_id, ctx)
+        return ModelPrepared(role=role, tools=tools, options=dict(overrides.options), messages=messages)
+
+    def _check_change(self, asked: str, role: str, before: Sequence[Message], ctx: PolicyContext) -> None:
+        """Raise where a conversation with a provider's own data would go on under another role.
+
+        The role before is that of the last call for which the same role was asked: a controller that goes on
+        with what it chose changes nothing, and one that goes back to the driver's role does.
+        """
+        last = self._roles.get((ctx.run_id, asked), asked)
+        if role != last and any(has_continuation(item) for item in before):
             raise RetinueError(
-                f"the model role cannot change from {message.role!r} to {role!r} here: the conversation "
-                f"holds "
-                "data of its provider that another model cannot go on from",
+                f"the model role cannot change from {last!r} to {role!r} here: the conversation holds data "
+                "of its provider that another model cannot go on from",
                 code="execution_failed",
             )
-        policy = overrides.context_policy or self._config.context_policy
-        messages = None if policy is None else await _projected(policy, before, ctx)
-        return ModelPrepared(role=role, tools=tools, options=dict(overrides.options), messages=messages)
+        self._roles[ctx.run_id, asked] = role
 
     async def _overrides(self, message: PrepareModel, index: int, ctx: PolicyContext) -> StepOverrides:
         controller = self._config.controller
@@ -123,9 +140,7 @@ def _misspoken(what: str, problem: str) -> RetinueError:
 
 
 def _are_texts(value: object) -> bool:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return False
-    return all(isinstance(item, str) for item in value)
+    return _is_list(value) and all(isinstance(item, str) for item in value)
 
 
 _MEMBERS: dict[str, Callable[[object], bool]] = {
@@ -169,56 +184,104 @@ def _active_tools(overrides: StepOverrides, offered: Sequence[str], grants: Gran
     """Names of the tools that the model may be offered."""
     active = overrides.active_tool_ids
     if active is None:
-        return [name for name in offered if name in grants.tool_ids]
+        active = [name for name in offered if name in grants.tool_ids]
     for name in active:
         if name not in grants.tool_ids:
             raise AccessDenied(
                 f"the controller activates {name!r}, which is not granted to this run", tool=name
             )
+    if len(set(active)) != len(active):
+        raise RetinueError(f"a tool is offered twice: {', '.join(active)}", code="execution_failed")
+    for name in active:
         if name not in offered:
             raise RetinueError(
                 f"the controller activates {name!r}, which the driver does not offer", code="execution_failed"
             )
-    if len(set(active)) != len(active):
-        raise RetinueError(
-            f"the controller activates a tool twice: {', '.join(active)}", code="execution_failed"
-        )
     return list(active)
 
 
 def _check_options(options: Mapping[str, Any], role: str, binding: ModelBinding | None) -> None:
+    """Every option is on the list of the role's binding, and has a value that can be sent."""
     allowed: Sequence[str] = () if binding is None else binding.options
-    for name in options:
+    for name, value in options.items():
         if name not in allowed:
             raise Unsupported(
                 f"model role {role!r} does not allow the option {name}; bind a model to it with "
                 "ModelBinding(client=..., options=[...])",
                 operation=str(name),
             )
+        if problem := _option_problem(name, value):
+            raise Unsupported(f"the option {name} {problem}, not {value!r:.80}", operation=name)
+
+
+def _option_problem(name: str, value: object) -> str | None:
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if value is None:
+        return None
+    if name == "max_tokens" and not (isinstance(number, int) and 0 < number <= SAFE_INTEGER):
+        return "must be a positive integer"
+    if name == "temperature" and (number is None or not math.isfinite(number) or number < 0):
+        return "must be a finite number of at least 0"
+    try:
+        encode_json(value)
+    except (TypeError, ValueError, RecursionError):
+        return "must be a JSON value"
+    return None
 
 
 async def _projected(
-    policy: ContextPolicy, before: Sequence[Message], ctx: PolicyContext
+    policy: ContextPolicy, before: Sequence[Message], role: str, model_id: str, ctx: PolicyContext
 ) -> list[bytes] | None:
     """The conversation as a policy projects it; ``None`` where that is what it was."""
     grouping = grouping_of(policy)
+    history = copy.deepcopy(list(before))
     shown = Conversation(
-        history=copy.deepcopy(list(before)),
-        entries=copy.deepcopy([message for message in before if is_source(message)]),
+        history=history,
+        entries=copy.deepcopy([message for message in before if is_labelled(message)]),
+        role=role,
+        model_id=model_id,
     )
     projection = await _answer(lambda: policy.project(shown, ctx))
-    who = f"context policy {getattr(policy, 'id', type(policy).__name__)!r}"
+    bodies = _checked_projection(projection, f"context policy {getattr(policy, 'id', None)!r}")
+    after = [decode_message(body) for body in bodies]
+    check_projection(before, after, grouping)
+    return None if after == list(before) else bodies
+
+
+def _checked_projection(projection: object, who: str) -> list[bytes]:
+    """The messages of what a context policy gave, encoded; its members are of the right kind."""
     if not isinstance(projection, Projection):
         raise RetinueError(
             f"{who} gave {type(projection).__name__}, not a Projection", code="execution_failed"
         )
     provenance: object = projection.provenance
-    if not isinstance(provenance, Sequence) or not all(isinstance(each, Provenance) for each in provenance):
+    if not _is_list(provenance) or not all(_is_provenance(each) for each in provenance):
         raise RetinueError(
             f"{who} gave no list of Provenance; say what became of each source (provenance)",
             code="execution_failed",
         )
-    messages = list(projection.messages)
-    bodies = [encode_message(message) for message in messages]
-    check_projection(before, messages, grouping)
-    return None if messages == list(before) else bodies
+    messages: object = projection.messages
+    if not _is_list(messages):
+        raise RetinueError(f"{who} gave no list of messages", code="execution_failed")
+    try:
+        return [encode_message(message) for message in messages]
+    except InputError as error:
+        raise RetinueError(f"{who}: {error.message}", code="execution_failed") from None
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _is_provenance(value: object) -> bool:
+    if not isinstance(value, Provenance):
+        return False
+    name: object = value.source_id
+    included: object = value.included
+    reason: object = value.reason
+    return (
+        isinstance(name, str)
+        and bool(name)
+        and isinstance(included, bool)
+        and (reason is None or isinstance(reason, str))
+    )

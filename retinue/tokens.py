@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from retinue.errors import Unsupported
 from retinue.messages import Message
-from retinue.models import ToolSchema
+from retinue.models import ModelClient, ModelRequest, ToolSchema
 
 _PER_MESSAGE = 4
+_O_SERIES = re.compile(r"(^|[/:])o\d")
 
 
 def characters_per_token(model_id: str) -> float:
@@ -20,7 +23,7 @@ def characters_per_token(model_id: str) -> float:
         return 3.4
     if "claude" in name:
         return 3.2
-    if "gpt-4" in name or "gpt-3.5" in name or name.startswith(("o1", "o3", "o4")):
+    if "gpt-4" in name or "gpt-3.5" in name or _O_SERIES.search(name):
         return 3.3
     return 3.0
 
@@ -43,6 +46,27 @@ def estimate_messages(
     for tool in tools:
         total += estimate_text(_json(tool), model_id)
     return total
+
+
+def estimate_request(
+    request: ModelRequest,
+    client: ModelClient,
+    estimate: Callable[[ModelRequest, ModelClient], int] | None = None,
+) -> int:
+    """Tokens of a request: as the application estimates them, else by :func:`estimate_messages`.
+
+    Raises:
+        Unsupported: the application gave something else than a nonnegative integer.
+    """
+    if estimate is None:
+        return estimate_messages(request.messages, request.tools, client.model_id)
+    projected: object = estimate(request, client)
+    if isinstance(projected, bool) or not isinstance(projected, int) or projected < 0:
+        raise Unsupported(
+            f"estimate_input_tokens gave {projected!r}; it must give a nonnegative integer",
+            operation="estimate_input_tokens",
+        )
+    return projected
 
 
 def _json(value: object) -> str:

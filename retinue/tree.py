@@ -417,6 +417,7 @@ class Tree:
             if target.ended.done():
                 continue
             target.stopped = target.stopped or reason
+            self.gate.leave(target, reason)
             if target.launching is not None:
                 target.launching.cancel()
             self._launcher.cancel(target.run_id, reason)

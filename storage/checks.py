@@ -138,8 +138,11 @@ def check_approval(approval: StoredApproval, address: SessionAddress) -> None:
         check_id(name, getattr(approval, name))
     _check_time("requested_at", approval.requested_at)
     _check_time("expires_at", approval.expires_at)
-    if approval.state != "pending" or approval.decided_at is not None:
-        raise InputError("a new request for approval is pending, and nobody has decided it", field="state")
+    decided = (approval.decided_at, approval.by, approval.reason)
+    if approval.state != "pending" or decided != (None, "", ""):
+        raise InputError(
+            "a new request for approval is pending, and has no decided_at, by and reason yet", field="state"
+        )
 
 
 def check_settlement(settlement: SettleApproval) -> None:

@@ -64,6 +64,8 @@ class _Run:
         self.events: dict[int, StoredEvent] = {}
         self.sequences: list[int] = []
         """The numbers in ``events``, ascending."""
+        self.approvals: list[int] = []
+        """Keys of its requests for approval, oldest first."""
 
 
 class MemoryRows:
@@ -104,9 +106,9 @@ class MemoryRows:
         for run in session.runs:
             del self._runs[run.row.key]
             del self._by_run_id[session.address.identity, run.record.run_id]
-        for row in [row for row in self._approvals.values() if row.session_key == session_key]:
-            del self._approvals[row.key]
-            del self._approval_keys[session.address.identity, row.approval.approval_id]
+            for approval_key in run.approvals:
+                approval = self._approvals.pop(approval_key).approval
+                del self._approval_keys[session.address.identity, approval.approval_id]
 
     def set_lease(self, session_key: int, epoch: int, holder: Holder) -> None:
         session = self._sessions[session_key]
@@ -295,6 +297,7 @@ class MemoryRows:
         row = ApprovalRow(key=next(self._keys), session_key=session_key, approval=approval)
         self._approvals[row.key] = row
         self._approval_keys[self._sessions[session_key].address.identity, approval.approval_id] = row.key
+        self._runs[run_key].approvals.append(row.key)
 
     def settle_approval(self, approval_key: int, settlement: SettleApproval) -> None:
         if self._approvals[approval_key].approval.state == "pending":
@@ -307,12 +310,9 @@ class MemoryRows:
             )
 
     def cancel_approvals(self, run_key: int, reason: str) -> None:
-        run_id = self._runs[run_key].record.run_id
-        session_key = self._runs[run_key].row.session_key
-        for row in list(self._approvals.values()):
-            mine = row.session_key == session_key and row.approval.run_id == run_id
-            if mine and row.approval.state == "pending":
-                self._change_approval(row.key, state="cancelled", reason=reason)
+        for key in self._runs[run_key].approvals:
+            if self._approvals[key].approval.state == "pending":
+                self._change_approval(key, state="cancelled", reason=reason)
 
     def _change_approval(self, key: int, **changes: Any) -> None:
         row = self._approvals[key]

@@ -319,7 +319,10 @@ class Operations:
         row = self._checks.leased(rows, operation.lease)
         known = rows.find_approval(address.identity, approval.approval_id)
         if known is not None:
-            if known.approval.request != approval.request:
+            asked = msgspec.structs.replace(
+                known.approval, state="pending", decided_at=None, by="", reason=""
+            )
+            if asked != approval:
                 raise InputError(
                     f"approval id {approval.approval_id!r} is taken; give each request its own",
                     approval_id=approval.approval_id,

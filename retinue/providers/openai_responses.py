@@ -317,11 +317,13 @@ class _Pieces:
         self._calls: dict[int, bool] = {}
         """Places of tool calls in the output, and whether pieces of their arguments came."""
         self._phases: dict[str, ItemPhase | None] = {}
+        self._places: dict[str, int] = {}
+        """Places of items by their ids, for servers that give none (llama.cpp's is one)."""
 
     def take(self, event: Mapping[str, Any]) -> list[ModelChunk]:
         match event["type"]:
             case "response.output_item.added":
-                return self._added(event["item"], event["output_index"])
+                return self._added(event["item"], self._place(event))
             case "response.output_text.delta" | "response.refusal.delta":
                 item_id = event["item_id"]
                 return [TextPiece(event["delta"], item_id, self._phases.get(item_id))]
@@ -330,10 +332,11 @@ class _Pieces:
             case "response.reasoning_summary_part.added" if event.get("summary_index"):
                 return [TextPiece("\n\n", event["item_id"], "reasoning_summary")]
             case "response.function_call_arguments.delta":
-                self._calls[event["output_index"]] = True
-                return [ToolCallPiece(index=event["output_index"], arguments=event["delta"])]
+                place = self._place(event)
+                self._calls[place] = True
+                return [ToolCallPiece(index=place, arguments=event["delta"])]
             case "response.output_item.done" if event["item"]["type"] == "function_call":
-                place = event["output_index"]
+                place = self._place(event)
                 if self._calls.get(place):
                     return []
                 return [ToolCallPiece(index=place, arguments=event["item"].get("arguments") or "")]
@@ -345,6 +348,13 @@ class _Pieces:
             case "error":
                 raise ModelFailed(f"{self._called} failed: {event.get('message')}", retryable=True)
         return []
+
+    def _place(self, event: Mapping[str, Any]) -> int:
+        index = event.get("output_index")
+        if isinstance(index, int):
+            return index
+        item_id = event.get("item_id") or event["item"]["id"]
+        return self._places.setdefault(item_id, len(self._places))
 
     def _added(self, item: Mapping[str, Any], place: int) -> list[ModelChunk]:
         if item["type"] == "message":

@@ -7,39 +7,21 @@ from typing import Any
 
 import msgspec
 
-from retinue.ids import Identity, SessionAddress
-from retinue.store import ApprovalStands, DeleteSession, FinishRun, ListApprovals, StoredApproval
+from retinue.ids import Identity
+from retinue.store import ApprovalStands, DeleteSession, FinishRun, ListApprovals
 from retinue.testing.store_trial import (
     OWNER,
+    STRANGER,
     Trial,
+    approval_of,
     commit_of,
     expect,
     expect_equal,
     expect_refused,
+    fork_of,
     outcome_of,
     rule,
 )
-
-
-def approval_of(
-    address: SessionAddress, approval_id: str, run_id: str = "run", **parts: Any
-) -> StoredApproval:
-    """A new request of a run."""
-    return StoredApproval(
-        approval_id=approval_id,
-        tenant_id=address.tenant_id,
-        user_id=address.user_id,
-        session_id=address.session_id,
-        run_id=run_id,
-        tool_name="pay",
-        digest="d" * 64,
-        **{
-            "request": f'{{"id":"{approval_id}"}}'.encode(),
-            "requested_at": 1.0,
-            "expires_at": 301.0,
-            **parts,
-        },
-    )
 
 
 @rule
@@ -51,19 +33,58 @@ async def a_request_for_approval_is_kept_as_it_is(trial: Trial) -> None:
     for _ in range(2):
         expect_equal(await trial.store.open_approval(lease, approval), approval, "the opened request")
     expect_equal(await trial.store.read_approval(OWNER, "run:1"), approval, "the request")
-    stranger = Identity(tenant_id="other", user_id=OWNER.user_id)
-    for identity, approval_id in ((OWNER, "run:2"), (stranger, "run:1")):
+    neighbour = Identity(tenant_id=OWNER.tenant_id, user_id="other")
+    for identity, approval_id in ((OWNER, "run:2"), (STRANGER, "run:1"), (neighbour, "run:1")):
         expect_equal(
             await trial.store.read_approval(identity, approval_id), None, "what nobody has asked of them"
         )
+    new = msgspec.structs.replace(approval, approval_id="run:3")
     for code, wrong in (
         ("invalid_input", msgspec.structs.replace(approval, request=b"{}")),
+        ("invalid_input", msgspec.structs.replace(approval, digest="e" * 64)),
         ("invalid_input", msgspec.structs.replace(approval, session_id="other")),
-        ("invalid_input", msgspec.structs.replace(approval, approval_id="run:3", state="approved")),
-        ("invalid_input", msgspec.structs.replace(approval, approval_id="")),
+        ("invalid_input", msgspec.structs.replace(new, state="approved")),
+        ("invalid_input", msgspec.structs.replace(new, decided_at=1.0)),
+        ("invalid_input", msgspec.structs.replace(new, by="somebody")),
+        ("invalid_input", msgspec.structs.replace(new, approval_id="")),
+        ("invalid_input", msgspec.structs.replace(new, tool_name="")),
+        ("invalid_input", msgspec.structs.replace(new, digest="")),
+        ("invalid_input", msgspec.structs.replace(new, expires_at=float("nan"))),
         ("not_found", approval_of(lease.address, "run:4", "none")),
     ):
         await expect_refused(code, trial.store.open_approval(lease, wrong), f"a request that is {code}")
+    found = await trial.store.list_approvals(ListApprovals())
+    expect_equal(found.approvals, [approval], "the requests after those that were refused")
+    settled = await trial.store.settle_approval(lease, "run:1", "approved", by="ann", reason="fine", at=2.5)
+    wanted = msgspec.structs.replace(approval, state="approved", by="ann", reason="fine", decided_at=2.5)
+    expect_equal(settled, ApprovalStands(approval=wanted, changed=True), "the settled request")
+    expect_equal(await trial.store.open_approval(lease, approval), wanted, "a repeat after the settlement")
+
+
+@rule
+async def a_request_belongs_to_one_session(trial: Trial) -> None:
+    """A request is settled through its own session only; another user's of the same id is another one."""
+    lease, other = await trial.lease(), await trial.lease("other session")
+    stranger = (await trial.acquire(address=trial.address(tenant="other"))).lease
+    await trial.run(lease)
+    await trial.run(other, "other run")
+    await trial.run(stranger)
+    await trial.store.open_approval(lease, approval_of(lease.address, "run:1"))
+    taken = approval_of(other.address, "run:1", "other run")
+    await expect_refused(
+        "invalid_input", trial.store.open_approval(other, taken), "an id that another session's request has"
+    )
+    await trial.store.open_approval(stranger, approval_of(stranger.address, "run:1"))
+    await expect_refused(
+        "not_found",
+        trial.store.settle_approval(other, "run:1", "approved", at=1.0),
+        "a settlement of another session's request",
+    )
+    await trial.store.settle_approval(stranger, "run:1", "approved", by="theirs", at=1.0)
+    mine = await trial.store.read_approval(OWNER, "run:1")
+    theirs = await trial.store.read_approval(STRANGER, "run:1")
+    expect_equal(mine and (mine.state, mine.by), ("pending", ""), "the request that nobody settled")
+    expect_equal(theirs and (theirs.state, theirs.by), ("approved", "theirs"), "the other tenant's")
 
 
 @rule
@@ -124,7 +145,15 @@ async def requests_end_with_their_run(trial: Trial) -> None:
             await trial.store.open_approval(lease, approval_of(lease.address, f"{run_id}:{number}", run_id))
         await trial.store.settle_approval(lease, f"{run_id}:1", "approved", by="ann", at=2.0)
     ended = msgspec.structs.replace(outcome_of("run"), approvals="the run ended completed")
-    await trial.store.commit(commit_of(lease, 0, outcome=ended))
+    commit = commit_of(lease, 0, outcome=ended)
+    await expect_refused(
+        "session_conflict", trial.store.commit(commit_of(lease, 7, outcome=ended)), "a commit from elsewhere"
+    )
+    unsettled = await trial.store.read_approval(OWNER, "run:2")
+    expect_equal(unsettled and unsettled.state, "pending", "a request after a commit that was refused")
+    await trial.store.commit(commit)
+    repeated = msgspec.structs.replace(commit, outcome=outcome_of("other"))  # known by its id alone
+    expect_equal(await trial.store.commit(repeated), 1, "what a repeat of the commit is answered")
     lost = msgspec.structs.replace(outcome_of("next"), approvals="interrupted")
     await trial.store.finish_run(FinishRun(lease=lease, outcome=lost))
     found = await trial.store.list_approvals(ListApprovals())
@@ -168,10 +197,21 @@ async def requests_are_listed_by_whom_they_concern(trial: Trial) -> None:
         (ListApprovals(tenant_id="b", user_id="u", session_id="s", run_id="run s"), everything[6:]),
         (ListApprovals(state="pending"), everything[::2]),
         (ListApprovals(tenant_id="a", state="denied"), everything[1:6:2]),
+        (ListApprovals(tenant_id="a", user_id="u", session_id="s", run_id="run t"), []),
+        (
+            ListApprovals(tenant_id="a", user_id="u", session_id="t", run_id="run t", state="denied"),
+            everything[3:4],
+        ),
+        (ListApprovals(tenant_id="a", user_id="u", session_id="t", state="pending"), everything[2:3]),
+        (ListApprovals(tenant_id="a", state="pending"), everything[:5:2]),
+        (ListApprovals(tenant_id="a", user_id="u", state="pending"), everything[:4:2]),
+        (ListApprovals(tenant_id="a", user_id="u", state="denied"), everything[1:4:2]),
+        (ListApprovals(tenant_id="a", user_id="v", state="approved"), []),
+        (ListApprovals(state="denied"), everything[1::2]),
         (ListApprovals(tenant_id="nobody"), []),
         (ListApprovals(limit=0), []),
     ):
-        for limit in {question.limit, min(question.limit, 3)}:
+        for limit in {question.limit, min(question.limit, 3), min(question.limit, 1)}:
             found: list[str] = []
             page = msgspec.structs.replace(question, limit=limit)
             while True:
@@ -182,10 +222,12 @@ async def requests_are_listed_by_whom_they_concern(trial: Trial) -> None:
                     break
                 page = msgspec.structs.replace(page, after=reply.next)
             expect_equal(found, wanted, f"{question} in pages of {limit}")
+    no_state: Any = "maybe"
     for wrong in (
         ListApprovals(user_id="u"),
         ListApprovals(tenant_id="a", session_id="s"),
         ListApprovals(tenant_id="a", user_id="u", run_id="run"),
+        ListApprovals(state=no_state),
     ):
         await expect_refused("invalid_input", trial.store.list_approvals(wrong), f"{wrong}")
 
@@ -207,3 +249,21 @@ async def requests_are_deleted_with_their_session(trial: Trial) -> None:
     await trial.run(again)
     reopened = await trial.store.open_approval(again, approval_of(again.address, "run:1"))
     expect_equal(reopened.state, "pending", "a new session's request")
+
+
+@rule
+async def a_fork_has_no_requests(trial: Trial) -> None:
+    """A fork takes no request along, and what becomes of it does not touch the other's."""
+    lease = await trial.lease()
+    await trial.run(lease)
+    await trial.store.open_approval(lease, approval_of(lease.address, "run:1"))
+    await trial.store.commit(commit_of(lease, 0, messages=[b"1"]))
+    fork = fork_of(lease, 1, "fork", 1)
+    await trial.store.fork(fork)
+    scope = ListApprovals(tenant_id=OWNER.tenant_id, user_id=OWNER.user_id)
+    of_fork = msgspec.structs.replace(scope, session_id="fork")
+    expect_equal((await trial.store.list_approvals(of_fork)).approvals, [], "a fork's requests")
+    grant = await trial.acquire("heir", fork.target)
+    await trial.store.delete(grant.lease)
+    left = (await trial.store.list_approvals(scope)).approvals
+    expect_equal([(entry.approval_id, entry.state) for entry in left], [("run:1", "pending")], "what is left")

@@ -23,6 +23,7 @@ from retinue.store import (
     RunOutcome,
     RunRecord,
     Store,
+    StoredApproval,
     StoredArtifact,
     StoredEvent,
     StoreEngine,
@@ -169,6 +170,27 @@ def outcome_of(
     return RunOutcome(run_id=run_id, outcome=outcome, final_cursor=cursor)
 
 
+def approval_of(
+    address: SessionAddress, approval_id: str, run_id: str = "run", **parts: Any
+) -> StoredApproval:
+    """A new request of a run."""
+    return StoredApproval(
+        approval_id=approval_id,
+        tenant_id=address.tenant_id,
+        user_id=address.user_id,
+        session_id=address.session_id,
+        run_id=run_id,
+        tool_name="pay",
+        digest="d" * 64,
+        **{
+            "request": f'{{"id":"{approval_id}"}}'.encode(),
+            "requested_at": 1.0,
+            "expires_at": 301.0,
+            **parts,
+        },
+    )
+
+
 def expect(condition: bool, what: str) -> None:
     """Raise :class:`StoreRuleBroken` unless ``condition``."""
     if not condition:
@@ -201,8 +223,8 @@ def _plain(value: object) -> bytes:
     return msgspec.json.encode(value, order="sorted")
 
 
-WRITES_OF_A_RUN = ("commit", "append_events", "finish_run", "begin_run")
-"""Those of :func:`writes_under` that need the run that they name."""
+WRITES_OF_A_RUN = ("commit", "append_events", "finish_run", "begin_run", "open_approval", "settle_approval")
+"""Those of :func:`writes_under` that need the run that they name, or a request of it."""
 
 
 def writes_under(trial: Trial, lease: Lease) -> dict[str, Callable[[], Awaitable[object]]]:
@@ -218,6 +240,8 @@ def writes_under(trial: Trial, lease: Lease) -> dict[str, Callable[[], Awaitable
         "begin_run": lambda: store.begin_run(lease, "run"),
         "append_events": lambda: store.append_events(lease, "run", [StoredEvent(1, b"x")]),
         "finish_run": lambda: store.finish_run(FinishRun(lease=lease, outcome=outcome_of())),
+        "open_approval": lambda: store.open_approval(lease, approval_of(lease.address, "run:1")),
+        "settle_approval": lambda: store.settle_approval(lease, "run:1", "denied", at=2.0),
         "put_artifacts": lambda: store.put_artifacts(lease, [artifact_of()]),
         "fork": lambda: store.fork(fork_of(lease, 0, "a new session", 0)),
         "mark_replayable": lambda: store.mark_replayable(mark_of(lease, 0)),

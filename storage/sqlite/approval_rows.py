@@ -31,6 +31,15 @@ APPROVAL_PAGES = tuple(
     )
 )
 """The keys of a page, by how much a list is narrowed down: not, to a tenant, a user, a session, a run."""
+PENDING_PAGES = tuple(
+    statement(name)
+    for name in (
+        "list_pending_approvals",
+        "list_pending_approvals_of_tenant",
+        "list_pending_approvals_of_user",
+    )
+)
+"""As :data:`APPROVAL_PAGES`, of requests that are pending; a session and a run have few requests at all."""
 
 
 class ApprovalRows(Access):
@@ -95,7 +104,9 @@ class ApprovalRows(Access):
             "after": -1 if question.after is None else question.after,
             "limit": question.limit,
         }
-        page = APPROVAL_PAGES[sum(part is not None for part in narrowed)]
+        narrowness = sum(part is not None for part in narrowed)
+        pending = question.state == "pending" and narrowness < len(PENDING_PAGES)
+        page = (PENDING_PAGES if pending else APPROVAL_PAGES)[narrowness]
         keys = [key for (key,) in self._all(page, parameters)]
         return tuple(self._approval(self._one(READ_LISTED_APPROVAL, {"approval_key": key})) for key in keys)
 

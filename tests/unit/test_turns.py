@@ -156,9 +156,9 @@ async def test_a_policy_that_exits_ends_its_run_and_nothing_else(
 
 def test_decisions_that_cannot_be() -> None:
     for options in (
-        {"action": "maybe"},
+        {"action": "maybe", "reason": "no action"},
         {"action": "revise", "reason": "no instruction"},
-        {"action": "accept", "instruction": "for nobody"},
+        {"action": "accept", "reason": "good", "instruction": "for nobody"},
     ):
         with pytest.raises(ValidationFailed):
             CompletionDecision(**options)  # type: ignore[arg-type]

@@ -1,3 +1,6 @@
+-- A page of requests is found by its keys first, as one of runs. Few requests are pending: to find somebody's,
+-- all that are pending are looked through, instead of all requests of that one.
+
 -- name: find_approval
 SELECT
     approval.approval_key, approval.session_key, approval.tenant_id, approval.user_id, session.session_id,
@@ -67,10 +70,33 @@ LIMIT :limit;
 -- name: list_approvals_of_run
 SELECT approval.approval_key
 FROM run
+JOIN session ON session.session_key = run.session_key
 JOIN approval ON approval.run_key = run.run_key
 WHERE run.tenant_id = :tenant_id AND run.user_id = :user_id AND run.run_id = :run_id
+    AND session.session_id = :session_id
     AND approval.approval_key > :after AND (:state IS NULL OR approval.state = :state)
 ORDER BY approval.approval_key
+LIMIT :limit;
+
+-- name: list_pending_approvals (across tenants: for operators)
+SELECT approval_key
+FROM approval INDEXED BY approval_by_state
+WHERE state = 'pending' AND approval_key > :after
+ORDER BY approval_key
+LIMIT :limit;
+
+-- name: list_pending_approvals_of_tenant (across users: of one tenant)
+SELECT approval_key
+FROM approval INDEXED BY approval_by_state
+WHERE tenant_id = :tenant_id AND state = 'pending' AND approval_key > :after
+ORDER BY approval_key
+LIMIT :limit;
+
+-- name: list_pending_approvals_of_user (across sessions: of one user)
+SELECT approval_key
+FROM approval INDEXED BY approval_by_state
+WHERE tenant_id = :tenant_id AND user_id = :user_id AND state = 'pending' AND approval_key > :after
+ORDER BY approval_key
 LIMIT :limit;
 
 -- name: read_listed_approval
