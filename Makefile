@@ -64,7 +64,7 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	@echo "retinue: installing what it needs into $(VENV) (a minute or so, once) ..."
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
-	    --constraint constraints.txt --editable '.[dev,openai]' 2>&1 | tee $(VENV)/install.log | \
+	    --constraint constraints.txt --editable '.[dev,openai,anthropic,pydantic-ai,telemetry]' 2>&1 | tee $(VENV)/install.log | \
 	    awk '/^Collecting/ { print "  " $$2; fflush() } /^(ERROR|error)/ { print; fflush() }' || \
 	    { tail -n 30 $(VENV)/install.log >&2; echo "retinue: the installation failed; all of it is in $(VENV)/install.log" >&2; exit 1; }
 	@touch $(STAMP)

@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 
+from retinue.approval_records import approval_of
+from retinue.approvals import Approval
 from retinue.events import Event, decode_event
 from retinue.ids import Identity, SessionAddress
 from retinue.messages import Content
 from retinue.snapshots import SessionSnapshot, decode_session
-from retinue.store import PAGE_LIMIT, ListRuns, RunRecord, Store
+from retinue.store import PAGE_LIMIT, ListApprovals, ListRuns, RunRecord, Store
 
 EXPORT_VERSION = 1
 
@@ -39,7 +41,7 @@ class ExportedArtifact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionExport(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a store keeps of one session: conversation, state, runs with their events, artifacts."""
+    """All that a store keeps of one session: conversation, state, runs with events, artifacts, approvals."""
 
     version: int = EXPORT_VERSION
     tenant_id: str
@@ -49,6 +51,8 @@ class SessionExport(msgspec.Struct, frozen=True, kw_only=True):
     runs: Sequence[ExportedRun]
     """Oldest first."""
     artifacts: Sequence[ExportedArtifact]
+    approvals: Sequence[Approval] = ()
+    """Requests for approval and what became of them, oldest first."""
 
     def to_json(self) -> bytes:
         """The document as JSON, in UTF-8."""
@@ -91,7 +95,24 @@ async def export_session(store: Store, address: SessionAddress) -> SessionExport
         session=decode_session(stored),
         runs=[await _exported(store, address.identity, record) for record in reversed(records)],
         artifacts=artifacts,
+        approvals=await _approvals(store, address),
     )
+
+
+async def _approvals(store: Store, address: SessionAddress) -> Sequence[Approval]:
+    question = ListApprovals(
+        tenant_id=address.tenant_id,
+        user_id=address.user_id,
+        session_id=address.session_id,
+        limit=PAGE_LIMIT,
+    )
+    approvals: list[Approval] = []
+    while True:
+        page = await store.list_approvals(question)
+        approvals.extend(approval_of(stored) for stored in page.approvals)
+        if page.next is None:
+            return approvals
+        question = msgspec.structs.replace(question, after=page.next)
 
 
 async def _exported(store: Store, identity: Identity, record: RunRecord) -> ExportedRun:

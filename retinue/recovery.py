@@ -1,8 +1,9 @@
 """Ending the runs of a process that died: whoever takes the session over does it first.
 
 A run that had begun is not taken up (nobody knows what its tools had done); its record ends ``failed`` with
-reason ``interrupted``. History is as last committed plus the run's input, and no longer replayable. A run
-that was still queued is taken up by an activation of its app; where there is none it ends ``interrupted``
+reason ``interrupted``, and with it the requests for approval that it still had pending are ``cancelled`` for
+that reason. History is as last committed plus the run's input, and no longer replayable. A run that was still
+queued is taken up by an activation of its app; where there is none it ends ``interrupted``
 too, and leaves the session as it was.
 """
 
@@ -88,6 +89,7 @@ async def _end_queued(store: Store, grant: LeaseGrant, record: RunRecord) -> Non
         run_id=record.run_id,
         outcome=_envelope(record, final_cursor, RunTerminal(result)),
         final_cursor=final_cursor,
+        approvals="interrupted",
     )
     await store.finish_run(
         FinishRun(lease=grant.lease, outcome=outcome, events=[StoredEvent(lost_number, lost)])

@@ -65,7 +65,7 @@ class Sessions:
         return await self._ask(lambda client: client.store.list_sessions(question))
 
     async def export(self, identity: Identity, session_id: str) -> SessionExport:
-        """Everything that is kept of a session: conversation, state, runs with events, artifacts.
+        """Everything that is kept of a session: conversation, state, runs with events, artifacts, approvals.
 
         It is read without disturbing a run; what is committed meanwhile may be in one part only.
         """

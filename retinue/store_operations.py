@@ -160,9 +160,9 @@ class PutArtifacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class OpenApproval(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Store a request for approval, before it is shown. A repeat (same id) gives back what stands.
 
-    Refused with ``invalid_input`` when it names another session than the lease or its id is taken by another
-    request, and with ``not_found`` when this session has no such run. A request of a run that has its outcome
-    is stored as ``cancelled``. Reply: :class:`ApprovalStands`.
+    Refused with ``invalid_input`` when it names another session than the lease, says that it was decided, or
+    its id is taken by another request, and with ``not_found`` when this session has no such run. A request of
+    a run that has its outcome is stored as ``cancelled``. Reply: :class:`ApprovalStands`.
     """
 
     lease: Lease
@@ -190,7 +190,7 @@ class ForkSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Begin another session of the same store and identity with a prefix of this one's history.
 
     The new session has revision 1, this one's ``replayable``, an :class:`Origin`, no conversations, no
-    artifacts, no attestations, and this one's state or none. Refused with ``lease_lost``, with
+    artifacts, no attestations, no requests for approval, and this one's state or none. Refused with ``lease_lost``, with
     ``session_conflict`` when the stored revision is not ``base_revision``, with ``invalid_input`` when
     ``target`` is of another tenant, user or store, or ``keep_messages`` is more than there are; and with
     ``session_conflict`` when the target exists already. One that was only looked at, never written and that
@@ -222,7 +222,7 @@ class MarkReplayable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class DeleteSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Remove everything that is kept of a session: history, conversations, state, artifacts, runs with their
-    events, attestations and the session itself.
+    events and requests for approval, attestations and the session itself.
 
     The lease ends with it; a later session of this address begins with a higher epoch than any before, so
     that nothing late is accepted. Refused with ``lease_lost``, unless the session is gone already (a

@@ -160,4 +160,5 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     outcome: bytes
     final_cursor: int
     approvals: str = "the run ended"
-    """Reason with which requests for approval of this run that are still pending become ``cancelled``."""
+    """Reason with which requests for approval of this run that are still pending become ``cancelled``, in the
+    same transaction, with no time: an engine reads no clock."""

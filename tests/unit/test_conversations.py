@@ -183,6 +183,7 @@ async def test_an_export_has_everything_that_is_kept(talk: Talk) -> None:
     assert [run.input for run in export.runs] == ["one", "two"]
     assert export.runs[1].run_id == handle.run_id
     assert export.runs[1].events[-1] == (await all_events(handle))[-1]
+    assert export.approvals == []
     read_back = msgspec.json.decode(export.to_json(), type=SessionExport)
     assert read_back.to_json() == export.to_json()
 

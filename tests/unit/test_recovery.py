@@ -25,7 +25,16 @@ from retinue.results import Reason
 from retinue.run_queue import QueuedRun
 from retinue.storage import this_process
 from retinue.storage.memory import MemoryEngine
-from retinue.store import EVENT_BLOCK, LeaseGrant, RunRecord, Store, StoredEvent, StoredSession
+from retinue.store import (
+    EVENT_BLOCK,
+    LeaseGrant,
+    ListApprovals,
+    RunRecord,
+    Store,
+    StoredEvent,
+    StoredSession,
+)
+from retinue.testing.store_trial import approval_of
 from tests.conftest import MakeLocalRuntime
 from tests.support import all_events, code_of, soon, trivial, types
 
@@ -230,3 +239,29 @@ async def test_a_queued_run_that_was_being_cancelled_is_not_taken_up() -> None:
     events = await dead.store.read_events(WHO, "cancelled", 0, 10)
     assert [event.sequence for event in events] == [1, record.reserved_to + 1]
     assert decode_event(events[1].body).payload == EventsLost(2, record.reserved_to)
+
+
+async def test_requests_of_a_dead_process_are_cancelled_as_interrupted() -> None:
+    """Of runs that had begun or were queued; what was decided stays so, and runs that go on keep theirs."""
+    dead = Dead()
+    grant = await dead.acquire()
+    await dead.open(grant, "running")
+    await dead.open(grant, "other", **_queued("other", "another app"))
+    await dead.open(grant, "kept", **_queued("kept", "mine"))
+    for run_id in ("running", "other", "kept"):
+        for name in ("decided", "open"):
+            request = approval_of(dead.address, f"{run_id}:{name}", run_id)
+            await dead.store.open_approval(grant.lease, request)
+        await dead.store.settle_approval(grant.lease, f"{run_id}:decided", "denied", by="ann", at=2.0)
+    await dead.dies()
+    dead.holder = this_process("next-host", "test")
+    await end_interrupted_runs(dead.store, await dead.acquire(), "mine")
+    found = (await dead.store.list_approvals(ListApprovals())).approvals
+    assert [(entry.approval_id, entry.state, entry.reason, entry.by) for entry in found] == [
+        ("running:decided", "denied", "", "ann"),
+        ("running:open", "cancelled", "interrupted", ""),
+        ("other:decided", "denied", "", "ann"),
+        ("other:open", "cancelled", "interrupted", ""),
+        ("kept:decided", "denied", "", "ann"),
+        ("kept:open", "pending", "", ""),
+    ]

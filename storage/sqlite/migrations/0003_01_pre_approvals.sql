@@ -1,9 +1,10 @@
--- Requests for approval: stored before anybody sees them, settled by compare-and-set.
+-- Requests for approval: stored before anybody sees them, settled by compare-and-set. The checksum covers the
+-- request. Code of the version before deletes sessions and runs without knowing of them, hence the cascades.
 
 CREATE TABLE approval (
     approval_key INTEGER PRIMARY KEY,
-    session_key INTEGER NOT NULL REFERENCES session,
-    run_key INTEGER NOT NULL REFERENCES run,
+    session_key INTEGER NOT NULL REFERENCES session ON DELETE CASCADE,
+    run_key INTEGER NOT NULL REFERENCES run ON DELETE CASCADE,
     tenant_id TEXT NOT NULL,
     user_id TEXT NOT NULL,
     approval_id TEXT NOT NULL,

@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from retinue.ids import SessionAddress
+from retinue.ids import Identity, SessionAddress
 from retinue.storage.memory import MemoryEngine
 from retinue.storage.memory_rows import MemoryRows
 from retinue.store import (
     CommitSession,
     Guarantees,
+    ListApprovals,
     ListRuns,
     ListSessions,
     Origin,
@@ -184,6 +185,59 @@ class ListsAllTenants(MemoryRows):
         return super().list_sessions(msgspec.structs.replace(question, tenant_id=None, user_id=None))
 
 
+class SettlesAgain(MemoryRows):
+    """Lets the last settlement count."""
+
+    def find_approval(self, identity: Identity, approval_id: str) -> Any:
+        row = super().find_approval(identity, approval_id)
+        pending = row and msgspec.structs.replace(row.approval, state="pending")
+        return row and msgspec.structs.replace(row, approval=pending)
+
+    def settle_approval(self, approval_key: int, settlement: Any) -> None:
+        self._change_approval(approval_key, state=settlement.state, by=settlement.by)
+
+
+class LeavesRequestsPending(MemoryRows):
+    """Cancels no request with its run."""
+
+    def cancel_approvals(self, run_key: int, reason: str) -> None:
+        pass
+
+
+class CancelsDecidedRequests(MemoryRows):
+    """Cancels every request of a run that ended."""
+
+    def cancel_approvals(self, run_key: int, reason: str) -> None:
+        for key in self._runs[run_key].approvals:
+            self._change_approval(key, state="cancelled", reason=reason)
+
+
+class FindsAnybodysRequests(MemoryRows):
+    """Finds a request by its id alone."""
+
+    def find_approval(self, identity: Identity, approval_id: str) -> Any:
+        found = (row for row in self._approvals.values() if row.approval.approval_id == approval_id)
+        return next(found, None)
+
+
+class ListsARunsRequestsAnywhere(MemoryRows):
+    """Lists the requests of a run whatever session is named."""
+
+    def list_approvals(self, question: ListApprovals) -> Any:
+        if question.run_id is not None:
+            question = msgspec.structs.replace(question, session_id=None)
+        return super().list_approvals(question)
+
+
+class KeepsRequests(MemoryRows):
+    """Deletes a session, but not its requests for approval."""
+
+    def delete_session(self, session_key: int) -> None:
+        for run in self._sessions[session_key].runs:
+            run.approvals.clear()
+        super().delete_session(session_key)
+
+
 def _joined(address: SessionAddress) -> SessionAddress:
     joined = f"{address.tenant_id}:{address.user_id}:{address.session_id}"
     return msgspec.structs.replace(address, tenant_id="", user_id="", session_id=joined)
@@ -206,6 +260,12 @@ def _joined(address: SessionAddress) -> SessionAddress:
         (StartsQueuedRuns, "a_queued_run_waits_until_it_begins"),
         (ListsOldestFirst, "runs_are_listed_newest_first"),
         (ListsAllTenants, "sessions_are_listed_in_order"),
+        (SettlesAgain, "a_request_is_settled_once"),
+        (LeavesRequestsPending, "requests_end_with_their_run"),
+        (CancelsDecidedRequests, "requests_end_with_their_run"),
+        (FindsAnybodysRequests, "a_request_belongs_to_one_session"),
+        (ListsARunsRequestsAnywhere, "requests_are_listed_by_whom_they_concern"),
+        (KeepsRequests, "requests_are_deleted_with_their_session"),
     ],
 )
 async def test_the_kit_notices_a_broken_store(rows: type[MemoryRows], rule: str) -> None:

@@ -1,8 +1,8 @@
 """Leases and commits under any interleaving, against a model: two writers are never accepted in one epoch.
 
-Several holders acquire, renew, release, commit, fork, delete and die in any order, with leases of any age;
-the clock moves, and SQLite files are closed and opened. The model is the seam's text in a few lines; every
-answer must be its.
+Several holders acquire, renew, release, commit, fork, delete, ask for approval, settle and die in any order,
+with leases of any age; the clock moves, and SQLite files are closed and opened. The model is the seam's text
+in a few lines; every answer must be its.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -31,12 +32,21 @@ from hypothesis.stateful import (
 
 from retinue.errors import RetinueError
 from retinue.ids import SessionAddress
-from retinue.store import LEASE_PERIOD, CommitSession, Lease, Store
-from retinue.testing.store_trial import commit_of, fork_of, live_holder, mark_of
+from retinue.store import LEASE_PERIOD, CommitSession, FinishRun, Lease, ListApprovals, Store
+from retinue.testing.store_trial import (
+    approval_of,
+    commit_of,
+    fork_of,
+    live_holder,
+    mark_of,
+    outcome_of,
+    record_of,
+)
 from tests.unit.storage.world import KINDS, World
 
 SESSIONS = ("one", "two")
 HOLDERS = ("anna", "bert", "cleo", "dora")
+FINAL = ("approved", "denied", "expired", "cancelled")
 
 
 class ModelSession:
@@ -57,6 +67,8 @@ class ModelSession:
         self.replayable = True
         self.last: CommitSession | None = None
         self.last_revision = 0
+        self.requests: dict[int, str] = {}
+        """States of its requests for approval by their number, one for each run."""
         self.writers: dict[int, set[str]] = {}
         """Who was accepted as a writer, by epoch."""
 
@@ -300,6 +312,66 @@ class StoreMachine(RuleBasedStateMachine):
             session.replayable, session.written, session.last = True, True, None
             assert reply == session.revision
 
+    @rule(lease=leases)
+    def ask(self, lease: Lease) -> None:
+        """A run begins and asks for approval; both are repeated."""
+        self.count += 1
+        session, run_id = self.of(lease), f"run {self.count}"
+        request = approval_of(lease.address, f"{run_id}:1", run_id)
+        for _ in range(2):
+            opened = self.answer(self.store.open_run(lease, record_of(lease.address, run_id)))
+            asked = self.answer(self.store.open_approval(lease, request))
+            if not session.stands(lease):
+                assert (opened, asked) == ("lease_lost", "lease_lost")
+            else:
+                assert asked == request
+                session.requests[self.count] = "pending"
+                session.written = True
+
+    @rule(
+        lease=leases, states=st.lists(st.sampled_from(FINAL), min_size=1, max_size=3), pick=st.integers(0, 9)
+    )
+    def settle(self, lease: Lease, states: list[Any], pick: int) -> None:
+        """Settlements sent at once, of some request of any session."""
+        numbers = sorted(number for session in self.sessions.values() for number in session.requests)
+        number = numbers[pick % len(numbers)] if numbers else 0
+        session = self.of(lease)
+
+        async def all_at_once() -> list[Any]:
+            calls = (self.store.settle_approval(lease, f"run {number}:1", state, at=1.0) for state in states)
+            replies = await asyncio.gather(*calls, return_exceptions=True)
+            return [reply.code if isinstance(reply, RetinueError) else reply for reply in replies]
+
+        for state, reply in zip(states, self.runner.run(all_at_once()), strict=True):
+            if not session.stands(lease):
+                assert reply == "lease_lost"
+            elif number not in session.requests:
+                assert reply == "not_found"
+            else:
+                assert reply.changed == (session.requests[number] == "pending")
+                if reply.changed:
+                    session.requests[number] = state
+                assert reply.approval.state == session.requests[number]
+
+    @rule(lease=leases, pick=st.integers(0, 9), with_commit=st.booleans())
+    def end_run(self, lease: Lease, pick: int, with_commit: bool) -> None:
+        session = self.of(lease)
+        if not session.requests:
+            return
+        number = sorted(session.requests)[pick % len(session.requests)]
+        outcome = outcome_of(f"run {number}")
+        if with_commit:
+            commit = self.next_commit(lease, session.revision)
+            commit = msgspec.structs.replace(commit, outcome=outcome)
+            stands = session.stands(lease)
+            assert self.answer(self.store.commit(commit)) == self.expected(commit)
+        else:
+            stands = session.stands(lease)
+            reply = self.answer(self.store.finish_run(FinishRun(lease=lease, outcome=outcome)))
+            assert reply == (None if stands else "lease_lost")
+        if stands and session.requests[number] == "pending":
+            session.requests[number] = "cancelled"
+
     @precondition(lambda self: self.kind == "sqlite")
     @rule()
     def reopen(self) -> None:
@@ -318,6 +390,20 @@ class StoreMachine(RuleBasedStateMachine):
             assert stored.revision == session.revision
             assert list(stored.messages) == session.messages
             assert stored.replayable == session.replayable
+
+    @invariant()
+    def requests_are_as_they_were_settled(self) -> None:
+        wanted = {
+            number: (session_id, state)
+            for session_id, session in self.sessions.items()
+            for number, state in session.requests.items()
+        }
+        listed = self.answer(self.store.list_approvals(ListApprovals())).approvals
+        assert [(entry.session_id, entry.state) for entry in listed] == [
+            wanted[number] for number in sorted(wanted)
+        ]
+        pending = self.answer(self.store.list_approvals(ListApprovals(state="pending"))).approvals
+        assert list(pending) == [entry for entry in listed if entry.state == "pending"]
 
     @invariant()
     def one_writer_an_epoch(self) -> None:

@@ -20,6 +20,7 @@ from retinue.ids import Identity
 from retinue.storage.sqlite.engine import SQLiteEngine
 from retinue.store import (
     Lease,
+    ListApprovals,
     ListRuns,
     ListSessions,
     Store,
@@ -27,7 +28,15 @@ from retinue.store import (
     StoredEvent,
     StoredSession,
 )
-from retinue.testing.store_trial import commit_of, fork_of, live_holder, mark_of, outcome_of, record_of
+from retinue.testing.store_trial import (
+    approval_of,
+    commit_of,
+    fork_of,
+    live_holder,
+    mark_of,
+    outcome_of,
+    record_of,
+)
 from tests.unit.storage.sqlite.process import address
 from tests.unit.storage.sqlite.test_groups import locked
 from tests.unit.storage.world import World
@@ -167,6 +176,42 @@ async def test_a_damaged_queued_run_is_refused_with_its_place(
             await call
         assert caught.value.place == place
     assert await store.read_run(OWNER, "run of session") is not None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "request = x'00'",
+        "request = CAST(request AS TEXT)",
+        "checksum = checksum + 1",
+        "state = 'maybe'",
+        "expires_at = 'late'",
+        "decided_at = x'00'",
+    ],
+)
+async def test_a_damaged_request_for_approval_is_refused_with_its_place(
+    sqlite: SQLiteEngine, world: World, damage: str
+) -> None:
+    store = Store(sqlite)
+    lease = await _filled(store)
+    run_id = "open run of session"
+    for approval_id in ("damaged", "healthy"):
+        await store.open_approval(lease, approval_of(lease.address, approval_id, run_id))
+    _meddle(world.path(), f"UPDATE approval SET {damage} WHERE approval_id = 'damaged'")
+    before = _meddle(world.path(), "SELECT * FROM approval")
+    place = _place("approval", tenant_id="t", user_id="u", approval_id="damaged")
+    for call in (
+        store.read_approval(OWNER, "damaged"),
+        store.list_approvals(ListApprovals(tenant_id="t")),
+        store.open_approval(lease, approval_of(lease.address, "damaged", run_id)),
+        store.settle_approval(lease, "damaged", "approved", at=2.0),
+    ):
+        with pytest.raises(DamagedRecord) as caught:
+            await call
+        assert caught.value.place == place
+    assert _meddle(world.path(), "SELECT * FROM approval") == before, "its bytes are kept"
+    assert (await store.settle_approval(lease, "healthy", "denied", at=2.0)).changed
+    assert await store.commit(commit_of(lease, 1, outcome=outcome_of(run_id))) == 2, "its run can end"
 
 
 @pytest.mark.parametrize(

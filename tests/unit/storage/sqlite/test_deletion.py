@@ -11,7 +11,7 @@ from retinue.errors import LeaseLost
 from retinue.storage.sqlite.connections import StoreFile
 from retinue.storage.sqlite.migrations import shipped
 from retinue.store import Lease, Store, StoredSession
-from retinue.testing.store_trial import commit_of, live_holder, record_of
+from retinue.testing.store_trial import approval_of, commit_of, live_holder, record_of
 from tests.unit.storage.sqlite.process import address
 from tests.unit.storage.world import World
 
@@ -58,10 +58,15 @@ async def test_nothing_of_a_deleted_session_stays_in_the_file(world: World) -> N
     secret = b"correct-horse-battery-staple"
     lease = (await store.acquire(address(store, "private-session-name"), live_holder("holder"))).lease
     await store.open_run(lease, record_of(lease.address, "private-run-name"))
+    request = b'{"arguments":"private-arguments"}'
+    asked = approval_of(lease.address, "private-approval", "private-run-name", request=request)
+    await store.open_approval(lease, asked)
     for revision in range(20):  # what commits put in the place of older content goes as well
         state = b'{"%s":%d}' % (secret * (600 - 20 * revision), revision)
         await store.commit(commit_of(lease, revision, messages=[secret], state=state))
-    traces = (secret, b"private-session-name", b"private-run-name")
+    traces = (
+        secret, b"private-session-name", b"private-run-name", b"private-approval", b"private-arguments",
+    )  # fmt: skip
     assert all(trace in _all_bytes(world.path()) for trace in traces)
     await store.delete(lease)
     for _ in range(2):

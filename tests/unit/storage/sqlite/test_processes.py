@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -13,10 +14,11 @@ from typing import IO
 import pytest
 
 from retinue.errors import LeaseLost, SessionConflict
+from retinue.ids import Identity
 from retinue.storage.holders import this_process
 from retinue.storage.sqlite.engine import SQLiteEngine
 from retinue.store import LEASE_PERIOD, Store
-from retinue.testing.store_trial import commit_of, live_holder
+from retinue.testing.store_trial import approval_of, commit_of, live_holder, record_of
 from tests.unit.storage.sqlite.process import SESSIONS, address
 from tests.unit.storage.world import World
 
@@ -67,6 +69,29 @@ async def test_each_engine_watches_for_itself(world: World) -> None:
     with pytest.raises(SessionConflict):
         await three.acquire(lease.address, live_holder("three"))
     assert (await two.acquire(lease.address, live_holder("two"))).lease.epoch == lease.epoch + 1
+
+
+async def test_a_request_is_settled_once_through_many_connections(world: World) -> None:
+    stores = [Store(world.sqlite()) for _ in range(4)]
+    one = stores[0]
+    lease = (await one.acquire(address(one, "session"), live_holder("holder"))).lease
+    await one.open_run(lease, record_of(lease.address, "run"))
+    owner = Identity(tenant_id="t", user_id="u")
+    for number in range(8):
+        approval_id = f"run:{number}"
+        await one.open_approval(lease, approval_of(lease.address, approval_id))
+        answers = await asyncio.gather(
+            *(
+                store.settle_approval(
+                    lease, approval_id, "approved" if who % 2 else "denied", by=f"{who}", at=float(who)
+                )
+                for who, store in enumerate(stores * 4)
+            )
+        )
+        (winner,) = (answer.approval for answer in answers if answer.changed)
+        assert all(answer.approval == winner for answer in answers)
+        for store in stores:
+            assert await store.read_approval(owner, approval_id) == winner
 
 
 async def test_a_killed_process_is_fenced_at_once(tmp_path: Path) -> None:

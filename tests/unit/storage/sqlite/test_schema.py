@@ -171,7 +171,7 @@ def test_only_fencing_lists_and_the_epoch_floor_go_across_tenants() -> None:
     text = "".join(file.read_text() for file in folder.iterdir())
     across = {line.split()[2] for line in text.splitlines() if "(across tenants" in line}
     fencing = {"held_by", "end_leases_of", "add_fenced", "is_fenced"}
-    lists = {"list_sessions", "list_runs", "list_open_runs", "list_approvals"}
+    lists = {"list_sessions", "list_runs", "list_open_runs", "list_approvals", "list_pending_approvals"}
     assert across == fencing | lists | {"read_epoch_floor", "set_epoch_floor"}
 
 
@@ -198,6 +198,9 @@ def test_every_statement_finds_its_rows_by_an_index(tmp_path: Path) -> None:
         assert scans == [], name
         if "run.outcome IS NULL" in sql:
             assert any("USING INDEX run_open" in step for step in plan), f"{name} reads runs that ended"
+        if name.startswith("list_pending"):
+            assert len(plan) == 1, f"{name} sorts"
+            assert "INDEX approval_by_state (state=? AND approval_key>?)" in plan[0], name
     connection.close()
 
 

@@ -12,14 +12,24 @@ from retinue.ids import Identity
 from retinue.storage.sqlite.migrations import APPLICATION_ID, shipped
 from retinue.store import (
     Lease,
+    ListApprovals,
     ListRuns,
     ListSessions,
+    Origin,
     RunRecord,
     Store,
     StoredEvent,
     StoredSession,
 )
-from retinue.testing.store_trial import commit_of, fork_of, live_holder, mark_of, record_of
+from retinue.testing.store_trial import (
+    approval_of,
+    commit_of,
+    fork_of,
+    live_holder,
+    mark_of,
+    outcome_of,
+    record_of,
+)
 from tests.unit.storage.sqlite.process import address
 from tests.unit.storage.world import World
 
@@ -35,15 +45,25 @@ HELD = StoredSession(
 )
 
 
-@pytest.fixture
-def old_file(world: World) -> Path:
-    """A file of the first schema, with all that it could hold."""
-    connection = sqlite3.connect(world.path())
-    connection.executescript((RECORDED / "0001.sql").read_text(encoding="utf-8"))
+def _recorded(name: str, path: Path) -> Path:
+    connection = sqlite3.connect(path)
+    connection.executescript((RECORDED / name).read_text(encoding="utf-8"))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.close()
-    return world.path()
+    return path
+
+
+@pytest.fixture
+def old_file(world: World) -> Path:
+    """A file of the first schema, with all that it could hold."""
+    return _recorded("0001.sql", world.path())
+
+
+@pytest.fixture
+def second_file(world: World) -> Path:
+    """A file of the second schema, with what the first could not hold."""
+    return _recorded("0002.sql", world.path())
 
 
 def _old_run(store: Store, run_id: str) -> RunRecord:
@@ -131,3 +151,72 @@ async def test_an_upgrade_is_done_once(world: World, old_file: Path) -> None:
     connection.close()
     assert applied == [migration.name for migration in shipped()]
     assert floor == ("2",), "a later opening does not set the floor back"
+
+
+@pytest.mark.usefixtures("second_file")
+async def test_a_file_of_the_second_schema_has_all_that_it_had(world: World) -> None:
+    store = Store(world.sqlite())
+    assert store.store_id == "70293ffa-e27d-4e49-99d1-5379ae51275c"
+    held = Lease(address=address(store, "held"), epoch=3)
+    assert await store.renew([held]) == [True], "its lease goes on"
+    session = await store.read_session(held.address)
+    assert (session.revision, session.replayable, session.messages) == (2, True, (b'"one"', b'"two"'))
+    assert [(entry.by, entry.revision) for entry in session.attestations] == [("a reviewer", 1)]
+    fork = await store.read_session(address(store, "fork"))
+    assert fork.messages == (b'"one"',)
+    assert fork.origin == Origin(session_id="held", revision=2, messages=1)
+    ended, going_on, waiting = (await store.list_runs(ListRuns())).records[::-1]
+    assert (ended.run_id, ended.final_cursor, ended.outcome) == ("ended", 2, b'{"status":"completed"}')
+    assert (going_on.run_id, going_on.reserved_to, going_on.queued) == ("open", 2048, False)
+    assert (waiting.run_id, waiting.queued, waiting.start) == ("waiting", True, b'{"if_busy":"queue"}')
+    assert await store.read_open_runs(held.address) == (going_on, waiting)
+    assert (await store.list_approvals(ListApprovals())).approvals == ()
+    deleted = await store.acquire(address(store, "gone"), live_holder("late"))
+    assert deleted.lease.epoch == 3, "above the epochs of the one that was deleted"
+
+
+@pytest.mark.parametrize(
+    ("name", "epoch", "revision"), [("0001.sql", 1, 2), ("0002.sql", 3, 2)], ids=["first", "second"]
+)
+async def test_runs_of_older_files_can_ask_for_approval(
+    world: World, name: str, epoch: int, revision: int
+) -> None:
+    _recorded(name, world.path())
+    store = Store(world.sqlite())
+    lease = Lease(address=address(store, "held"), epoch=epoch)
+    for number in (1, 2):
+        request = approval_of(lease.address, f"open:{number}", "open")
+        assert await store.open_approval(lease, request) == request
+    late = await store.open_approval(lease, approval_of(lease.address, "ended:1", "ended"))
+    assert late.state == "cancelled"
+    assert (await store.settle_approval(lease, "open:1", "approved", by="ann", at=2.0)).changed
+    await store.commit(commit_of(lease, revision, outcome=outcome_of("open")))
+    found = (await store.list_approvals(ListApprovals())).approvals
+    assert [(entry.approval_id, entry.state) for entry in found] == [
+        ("open:1", "approved"),
+        ("open:2", "cancelled"),
+        ("ended:1", "cancelled"),
+    ]
+
+
+async def test_the_version_before_deletes_sessions_that_have_requests(
+    world: World, second_file: Path
+) -> None:
+    older = sqlite3.connect(second_file, isolation_level=None)
+    older.execute("PRAGMA foreign_keys = ON")
+    store = Store(world.sqlite())
+    lease = Lease(address=address(store, "held"), epoch=3)
+    await store.open_approval(lease, approval_of(lease.address, "open:1", "open"))
+    for sql in (
+        "DELETE FROM event WHERE run_key IN (SELECT run_key FROM run WHERE session_key = 1)",
+        "DELETE FROM run WHERE session_key = 1",
+        "DELETE FROM artifact WHERE session_key = 1",
+        "DELETE FROM conversation WHERE session_key = 1",
+        "DELETE FROM state WHERE session_key = 1",
+        "DELETE FROM attestation WHERE session_key = 1",
+        "DELETE FROM session WHERE session_key = 1",
+    ):
+        older.execute(sql)
+    older.close()
+    assert await store.read_approval(OWNER, "open:1") is None
+    assert (await store.list_approvals(ListApprovals())).approvals == ()

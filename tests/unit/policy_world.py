@@ -1,0 +1,92 @@
+"""What a policy sees, without a run: services that note what they are told, and answer from a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from retinue import Grants, Identity, Message, ModelResponse, PolicyContext, RunRequest
+from retinue.config import RuntimeConfig
+from retinue.events import CompactionPayload
+from retinue.messages import encode_message
+from retinue.protocol import Compacting, PrepareModel
+from retinue.services import ExecutionServices
+from tests.support import trivial
+
+GRANTED = Grants(tool_ids=["look", "write"], model_roles=["main", "judge"])
+
+
+class PolicyServices:
+    """The part of :class:`ExecutionServices` that policies use.
+
+    Args:
+        answers: texts or whole answers of control calls, in order; an exception is raised.
+        config: members of the app's configuration.
+    """
+
+    def __init__(
+        self,
+        *answers: str | ModelResponse | BaseException,
+        participant: str = "",
+        run_id: str = "run",
+        grants: Grants = GRANTED,
+        **config: Any,
+    ) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[str, list[Message], int | None, float | None]] = []
+        self.told: list[CompactionPayload] = []
+        self.participant = run_id if participant else ""
+        self.config = RuntimeConfig(driver=trivial, grants=grants, **config)
+        self.budget = None
+        self.request = RunRequest(
+            input="x",
+            identity=Identity(tenant_id="t", user_id="u"),
+            session_id="s",
+            run_id=run_id,
+            attempt_id="attempt",
+            root_run_id="run",
+            participant=participant,
+            grants=grants,
+        )
+
+    async def control_model(
+        self,
+        role: str,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+    ) -> ModelResponse:
+        self.asked.append((role, list(messages), max_tokens, temperature))
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return ModelResponse(text=answer) if isinstance(answer, str) else answer
+
+    def tell(self, message: object) -> None:
+        assert isinstance(message, Compacting)
+        assert message.participant == self.participant
+        self.told.append(message.payload)
+
+    @property
+    def as_services(self) -> ExecutionServices:
+        return cast(ExecutionServices, self)
+
+    @property
+    def context(self) -> PolicyContext:
+        return PolicyContext(self.as_services)
+
+
+def asking(
+    messages: Sequence[Message] = (), *, role: str = "main", tools: Sequence[str] = (), model_id: str = "m"
+) -> PrepareModel:
+    """A task call that is about to be made."""
+    return PrepareModel(
+        participant="",
+        call_id="call-1",
+        role=role,
+        tools=list(tools),
+        messages=[encode_message(message) for message in messages],
+        provider_id="p",
+        model_id=model_id,
+    )
