@@ -63,11 +63,24 @@ class StoreActor:
         return self._engine
 
     async def execute(self, data: bytes) -> bytes:
-        return await answered(self._execute(decode(data, list[StoreOperation])))
+        return await answered(self._execute(data))
 
-    async def _execute(self, operations: list[StoreOperation]) -> Sequence[StoreReply]:
+    async def _execute(self, data: bytes) -> Sequence[StoreReply]:
         engine = self._engine or await self._opened()
+        try:
+            operations = decode(data, list[StoreOperation])
+        except msgspec.ValidationError:
+            return await self._execute_readable(engine, decode(data, list[msgspec.Raw]))
         return await engine.execute(operations)
+
+    async def _execute_readable(
+        self, engine: StoreEngine, bodies: Sequence[msgspec.Raw]
+    ) -> Sequence[StoreReply]:
+        """Refuse those that cannot be read, alone: calls of several sessions share one list."""
+        read = [_operation_or_refusal(body) for body in bodies]
+        operations = [entry for entry in read if not isinstance(entry, Refused)]
+        replies = iter(await engine.execute(operations))
+        return [entry if isinstance(entry, Refused) else next(replies) for entry in read]
 
     async def statistics(self) -> bytes:
         return encode((await self._opened()).statistics())
@@ -79,6 +92,15 @@ class StoreActor:
     async def close(self) -> None:
         if self._engine is not None:
             await self._engine.close()
+
+
+def _operation_or_refusal(body: msgspec.Raw) -> StoreOperation | Refused:
+    try:
+        operation: StoreOperation = decode(bytes(body), StoreOperation)
+    except msgspec.ValidationError as error:
+        refusal = InputError(f"a store operation holds a value that it cannot have: {error}")
+        return Refused(error=refusal.to_payload())
+    return operation
 
 
 def start_store_actor(name: str, namespace: str, url: str, node_id: str) -> Any:

@@ -61,7 +61,9 @@ class OneOfEach:
     async def start(self, request: RunRequest, services: ExecutionServices) -> DriverOutput:
         from retinue.messages import user
 
-        response = await services.model(InstantAnswer(), [user(request.input)], max_tokens=64)
+        response = await services.model(
+            InstantAnswer(), [user(request.input)], tools=[look.schema], max_tokens=64
+        )
         result = await services.dispatch(ToolCall("call-1", "look", {"item": "x"}), tools=[look])
         return DriverOutput(text=response.text + result.text)
 

@@ -16,7 +16,7 @@ from retinue.ports import LocalPort
 from retinue.protocol import ChildOrder, Finished, RootReply
 from retinue.root_port import RootPort
 from retinue.services import ExecutionServices
-from retinue.tree import Tree
+from retinue.tree import Tree, status_of
 from retinue.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class ChildExecution:
             deadline=order.deadline,
             grants=order.grants,
             run_mode=order.run_mode,
+            trace=order.trace,
         )
         self._request = request
         self._services = ExecutionServices(
@@ -69,6 +70,7 @@ class ChildExecution:
         finished = await self._execution.run()
         for diagnostic in await self._execution.release():
             logger.warning("delegate %s: %s", self.order.participant, diagnostic)
+        self._services.telemetry.run_completed(*status_of(finished))
         return finished
 
     def cancel(self) -> None:

@@ -2,9 +2,10 @@
 
     caller ── StartRun.trace ──> run ── Spawn.trace ──> delegate ── TaskOrder ──> tool in a process of its own
 
-Context variables, so they follow a task into what it starts and into the threads of :func:`retinue.workers.in_thread`.
-A trace travels as W3C trace context (``traceparent``, ``tracestate``). Where OpenTelemetry is installed its own
-current span says what the trace is; where it is not, what came is handed on as it is.
+Context variables, so they follow a task into what it starts and into the threads of
+:func:`retinue.workers.in_thread`. A trace travels as W3C trace context (``traceparent``, ``tracestate``).
+Where OpenTelemetry is installed its own current span says what the trace is; where it is not, what came is handed
+on as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import contextvars
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,10 @@ def working(work: Work | None, trace: Trace) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trace_in_environment(trace: Trace) -> Iterator[None]:
-    """``TRACEPARENT`` and ``TRACESTATE`` for programs that are started in here. For a process with one task."""
+    """``TRACEPARENT`` and ``TRACESTATE`` for programs that are started in here.
+
+    The environment is the process's, so this is for one that has one task at a time.
+    """
     names = {header: header.upper() for header in _TRACE_HEADERS}
     before = {name: os.environ.pop(name, None) for name in names.values()}
     os.environ.update({names[header]: value for header, value in trace.items() if header in names})
@@ -98,6 +102,16 @@ def trace_in_environment(trace: Trace) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def context_as_now() -> Callable[[], None]:
+    """Gives a function that makes OpenTelemetry's context in this task what it is now again."""
+    if "opentelemetry.context" not in sys.modules:
+        return _leave_context
+    from opentelemetry import context
+
+    now = context.get_current()
+    return lambda: _put_back(now)
 
 
 def trace_ids(trace: Trace) -> tuple[str, str] | None:
@@ -113,12 +127,26 @@ def _attached(trace: Trace) -> Iterator[None]:
         return
     from opentelemetry import context
 
-    before = context.get_current()
+    put_back = context_as_now()  # no token: one must be given back in the very context that it is of
     context.attach(_propagator().extract(trace, context.Context()))
     try:
         yield
     finally:
-        context.attach(before)  # set again, for a token must be given back in the very context that it is of
+        put_back()
+
+
+def _put_back(context: Any) -> None:
+    from opentelemetry.context import attach
+
+    attach(context)
+
+
+def _leave_context() -> None:
+    """OpenTelemetry was not there, or came to be there within: then its context is emptied."""
+    if "opentelemetry.context" in sys.modules:
+        from opentelemetry.context import Context
+
+        _put_back(Context())
 
 
 def _is_installed() -> bool:

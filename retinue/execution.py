@@ -18,6 +18,7 @@ import msgspec
 from retinue.abilities import BoundAbilities
 from retinue.agents import Agent
 from retinue.completion import CompletionCandidate, CompletionDecision
+from retinue.current_work import Work, working
 from retinue.drivers import ExecutionDriver, RunRequest
 from retinue.errors import RetinueError
 from retinue.json_values import encode_json
@@ -53,6 +54,11 @@ class DriverExecution:
 
     async def run(self) -> Finished:
         """Run to the end, owned work included. Never raises: what escaped is in the message."""
+        with working(Work.of(self._request), self._request.trace):
+            self._services.telemetry.run_started()
+            return await self._run()
+
+    async def _run(self) -> Finished:
         services = self._services
         state_before = msgspec.json.encode(services.state)
         self._driving = asyncio.ensure_future(self._drive())
@@ -138,17 +144,16 @@ class DriverExecution:
             text=output.text, structured=copy.deepcopy(output.structured), revision=self._revision
         )
         try:
-            decision: object = await policy.evaluate(candidate, services)
+            with services.telemetry.begin(
+                "controller", services.next_call_id(), operation="completion"
+            ) as told:
+                decision = _checked_decision(await policy.evaluate(candidate, services))
+                told.add(decision=decision.action)
         except (SystemExit, KeyboardInterrupt) as error:
             # asyncio would let these out of the loop that all drivers share.
             raise RetinueError(
                 f"the completion policy raised {type(error).__name__}: {error}", code="execution_failed"
             ) from None
-        if not isinstance(decision, CompletionDecision):
-            raise RetinueError(
-                f"the completion policy returned {type(decision).__name__}, not a CompletionDecision",
-                code="execution_failed",
-            )
         await services.owned.settle()
         revision = await services.ask(Revise(action=decision.action, reason=decision.reason))
         assert isinstance(revision, Revision)
@@ -237,6 +242,15 @@ class DriverExecution:
             problem = f"the session state cannot be written as JSON: {error}"
             return finished if finished.error or finished.cancelled else self._failed(problem)
         return finished if after == before else msgspec.structs.replace(finished, state=after)
+
+
+def _checked_decision(decision: object) -> CompletionDecision:
+    if not isinstance(decision, CompletionDecision):
+        raise RetinueError(
+            f"the completion policy returned {type(decision).__name__}, not a CompletionDecision",
+            code="execution_failed",
+        )
+    return decision
 
 
 def _encoded(output: DriverOutput, driver_id: str) -> bytes:

@@ -94,20 +94,22 @@ def check_projection(
 ) -> None:
     """Raise ``RetinueError`` unless ``after`` is a projection of ``before`` that a model may be sent.
 
-    * System messages stay as they are, in their order.
+    * System messages stay as they are, in their order; where they stand among the others is free.
     * A group with tools or provider data is kept whole or dropped whole, and none is added. Where the last
       group is one, it stays; a group whose calls wait for their results is always the last.
     * A message of a source may be dropped, but neither changed nor called something else, nor lose its label.
     * What stays keeps its order.
 
-    Other messages may be dropped, changed and added.
+    Other messages may be dropped, changed and added: what a user asked may so be said without the rounds of
+    tools that came of it.
     """
     groups = grouped(before, grouping)
     grouped(after, grouping)
     _check_sources(before, after)
     _check_system(before, after)
-    _check_protected(groups, [message for message in after if message.role != "system"])
-    _check_order(before, after)
+    spoken = [message for message in after if message.role != "system"]
+    _check_protected(groups, spoken)
+    _check_order([message for message in before if message.role != "system"], spoken)
 
 
 def _check_system(before: Sequence[Message], after: Sequence[Message]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from retinue.execution import DriverExecution
 from retinue.ports import LocalPort
 from retinue.protocol import Finished
+from retinue.results import RunResult
 from retinue.run_policies import RunPolicies
 from retinue.runs import Run
 from retinue.services import ExecutionServices
@@ -40,8 +42,10 @@ class LocalRoot:
                 threads=workers.threads,
                 tasks=workers.tasks,
                 call_prefix="policy",
+                telemetry=services.telemetry if request.run_id == run.run_id else None,
             ),
         )
+        self._telemetry = services.telemetry
         self._workers = workers
         self._execution = DriverExecution(config.driver, run.request, services)
         self._running = workers.submit(self._execution.run())
@@ -51,6 +55,14 @@ class LocalRoot:
 
     def cancel(self) -> None:
         self._workers.loop.call_soon_threadsafe(self._execution.cancel)
+
+    def ended(self, result: RunResult) -> None:
+        if not self._telemetry.observed:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop was stopped: nobody observes any more
+            self._workers.loop.call_soon_threadsafe(
+                self._telemetry.run_completed, result.status, result.reason, result.usage
+            )
 
     async def release(self) -> list[str]:
         if not self._execution.holds_something:

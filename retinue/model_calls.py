@@ -13,6 +13,7 @@ import msgspec
 
 from retinue.budgets import CallKind, Usage
 from retinue.config import ModelBinding
+from retinue.current_work import current_trace
 from retinue.errors import ModelFailed, Unsupported
 from retinue.messages import Message, decode_message, encode_message
 from retinue.model_stream import ModelStream
@@ -26,6 +27,7 @@ from retinue.protocol import (
     SettleModel,
 )
 from retinue.steps import check_required
+from retinue.telemetry import TelemetryContent
 from retinue.tokens import estimate_request, estimate_text
 
 if TYPE_CHECKING:
@@ -184,8 +186,10 @@ class ModelCalls:
             raise
         assert isinstance(admitted, ModelAdmitted)
         try:
-            response = await answer(client, msgspec.structs.replace(request, max_tokens=admitted.max_tokens))
-            usage = self.checked(response, client).usage
+            capped = msgspec.structs.replace(call.request, max_tokens=admitted.max_tokens)
+            asked = dataclasses.replace(call, request=capped)
+            response = await self._answered(asked, call_id, answer, assembly)
+            usage = response.usage
             estimated = None if usage is not None else _estimated(response, admission)
             settlement = msgspec.structs.replace(
                 settlement, usage=usage, estimated=estimated, answered=not services.cancelled
@@ -200,6 +204,36 @@ class ModelCalls:
             await self._port.settle(settlement)
         if services.cancelled:
             raise asyncio.CancelledError("the run is being cancelled")
+        return response
+
+    async def _answered(
+        self, call: PlannedCall, call_id: str, answer: Answer, assembly: StreamAssembly | None
+    ) -> ModelResponse:
+        """The provider's answer, checked, with whoever observes the run told of it."""
+        request, client, telemetry = call.request, call.client, self._services.telemetry
+        told = telemetry.begin(
+            "model",
+            call_id,
+            provider_id=client.provider_id,
+            model_id=client.model_id,
+            model_role=request.role,
+            operation=call.kind,
+        )
+        if telemetry.wants_content:
+            told.content = TelemetryContent(messages=request.messages)
+        with told:
+            try:
+                response = self.checked(await answer(client, request), client)
+            except ModelFailed as error:
+                told.usage = _reported_usage(error)
+                raise
+            finally:
+                if assembly is not None and told.usage is None:
+                    told.usage = assembly.usage
+            told.usage = response.usage
+            told.add(finish_reason=response.finish_reason)
+            if telemetry.wants_content:
+                told.content = TelemetryContent(answer=response)
         return response
 
     async def _prepared(self, call: PlannedCall, call_id: str) -> PlannedCall:
@@ -217,6 +251,7 @@ class ModelCalls:
             messages=[encode_message(message) for message in request.messages],
             provider_id=call.client.provider_id,
             model_id=call.client.model_id,
+            trace=current_trace(),
         )
         try:
             prepared = await services.ask(asked)

@@ -17,6 +17,7 @@ from retinue.tokens import estimate_messages, estimate_request
 
 if TYPE_CHECKING:
     from retinue.services import ExecutionServices
+    from retinue.telemetry import Operation
 
 
 class PolicyContext:
@@ -71,3 +72,9 @@ class PolicyContext:
         return await self._services.control_model(
             role, messages, max_tokens=max_tokens, temperature=temperature
         )
+
+
+def controller_call(ctx: PolicyContext, operation: str) -> Operation:
+    """A call of the controller for whoever asks, as observers are told of it; make it in ``with``."""
+    services = ctx._services
+    return services.telemetry.begin("controller", services.next_call_id(), operation=operation)

@@ -183,6 +183,8 @@ class PrepareModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Of the request, encoded."""
     provider_id: str
     model_id: str
+    trace: dict[str, str] = msgspec.field(default_factory=dict)
+    """W3C trace context, for what the policies do."""
 
 
 class PrepareRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -244,6 +246,8 @@ class ToolAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Why a policy of the agent's own asks for an approval, if it does."""
     driver: bool = False
     """An effect of the driver itself, which no model chose: the offered tools do not bound it."""
+    trace: dict[str, str] = msgspec.field(default_factory=dict)
+    """W3C trace context, for what the policies do."""
 
 
 class AdmitTools(msgspec.Struct, frozen=True, kw_only=True, tag=True):

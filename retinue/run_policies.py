@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from retinue.approvals import ApprovalRequest
+from retinue.current_work import Trace, Work, working
 from retinue.drivers import RunRequest
 from retinue.errors import RetinueError
 from retinue.gate import PoliciesStopped
@@ -47,30 +48,41 @@ class RunPolicies:
     # --- from the control loop ----------------------------------------------------------------------------
 
     def prepare_run(self, revision: int) -> Awaitable[None]:
-        return self._submit(self._prepare_run(revision), self._request.run_id)
+        return self._submit(self._prepare_run(revision), self._request)
 
     def prepare(
         self, asker: RunRequest, message: PrepareModel, index: int, revision: int
     ) -> Awaitable[ModelPrepared]:
-        return self._submit(self._prepare(asker, message, index, revision), asker.run_id)
+        return self._submit(self._prepare(asker, message, index, revision), asker, message.trace)
 
     def review(self, asker: RunRequest, attempt: ToolAttempt, revision: int) -> Awaitable[Judgement]:
-        return self._submit(self._review(asker, attempt, revision), asker.run_id)
+        return self._submit(self._review(asker, attempt, revision), asker, attempt.trace)
 
     def decide(self, request: ApprovalRequest) -> Awaitable[bool | None]:
         """What the application's ``Approvals.on_request`` says."""
-        return self._submit(self._decide(request), request.run_id)
+        return self._submit(self._decide(request), self._request, asked_by=request.run_id)
 
     def stop(self, run_id: str | None = None) -> None:
         self._workers.loop.call_soon_threadsafe(self._stop, run_id)
 
-    def _submit(self, work: Coroutine[Any, Any, T], run_id: str) -> Awaitable[T]:
-        return asyncio.wrap_future(self._workers.submit(self._tracked(work, run_id)))
+    def _submit(
+        self,
+        work: Coroutine[Any, Any, T],
+        asker: RunRequest,
+        trace: Trace | None = None,
+        *,
+        asked_by: str | None = None,
+    ) -> Awaitable[T]:
+        tracked = self._tracked(work, asker, trace, asked_by or asker.run_id)
+        return asyncio.wrap_future(self._workers.submit(tracked))
 
     # --- on the user loop ---------------------------------------------------------------------------------
 
-    async def _tracked(self, work: Coroutine[Any, Any, T], run_id: str) -> T:
-        task = asyncio.ensure_future(_contained(work))
+    async def _tracked(
+        self, work: Coroutine[Any, Any, T], asker: RunRequest, trace: Trace | None, run_id: str
+    ) -> T:
+        with working(Work.of(asker), trace or self._services_for(asker).telemetry.trace):
+            task = asyncio.ensure_future(_contained(work))
         self._asked[task] = run_id
         try:
             await asyncio.wait([task])
@@ -89,10 +101,13 @@ class RunPolicies:
                 task.cancel()
 
     def _context(self, asker: RunRequest, revision: int) -> PolicyContext:
+        return PolicyContext(self._services_for(asker), revision)
+
+    def _services_for(self, asker: RunRequest) -> ExecutionServices:
         services = self._services.get(asker.run_id)
         if services is None:
             services = self._services[asker.run_id] = self._make_services(asker)
-        return PolicyContext(services, revision)
+        return services
 
     async def _prepare_run(self, revision: int) -> None:
         await self._preparation().prepare_run(self._context(self._request, revision))

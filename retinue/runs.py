@@ -61,6 +61,10 @@ class RootExecution(Protocol):
 
     def cancel(self) -> None: ...
 
+    def ended(self, result: RunResult) -> None:
+        """The run has its result: tell whoever observes it."""
+        ...
+
     async def release(self) -> list[str]:
         """Let go of what the run used; diagnostics of what failed."""
         ...
@@ -370,6 +374,8 @@ class Run:
             result = self._ending.result(Ending("failed", reason=Reason.of(error), partial=True))
         self.clocks.stop()
         self.events.terminal(self._ending.terminal_body(result))
+        if self._execution is not None:
+            self._execution.ended(result)
         self.settled.set_result(result)
 
     async def _drive(self) -> Ending:

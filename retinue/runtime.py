@@ -10,6 +10,7 @@ from retinue.apps import AppSpec, Isolation, app_by_name, app_by_value, check_is
 from retinue.backend import Backend
 from retinue.budgets import Budgets
 from retinue.config import ConfigMembers, RuntimeConfig
+from retinue.current_work import current_trace
 from retinue.drivers import RunMode
 from retinue.errors import InputError, NotShippable, Unsupported, ValidationFailed
 from retinue.event_streams import EventStream
@@ -157,6 +158,7 @@ class Runtime:
             parent_run_id=parent_run_id,
             root_run_id=root_run_id,
             if_busy=if_busy,
+            trace=current_trace(),
         )
         return RunHandle(self._backend, run_id=run_id, identity=identity, session_id=session_id, start=start)
 
@@ -258,6 +260,7 @@ class Runtime:
             deadline=_check_deadline(deadline),
             if_busy=if_busy,
             resumes=Resumption(run_id=of, top_up=top_up),
+            trace=current_trace(),
         )
         return RunHandle(
             self._backend, run_id=start.run_id, identity=identity, session_id=record.session_id, start=start

@@ -17,6 +17,7 @@ import msgspec
 
 from retinue.artifacts import check_artifact
 from retinue.budgets import Budgets, BudgetSnapshot, UsageReport
+from retinue.current_work import current_trace
 from retinue.delegates import Delegate, pickle_work
 from retinue.deltas import Deltas, OrderedPort, text_size
 from retinue.drivers import ExecutionDriver, RunRequest
@@ -61,6 +62,7 @@ from retinue.results import ArtifactReference
 from retinue.root_port import RootPort
 from retinue.run_input import check_question
 from retinue.store import StoredArtifact
+from retinue.telemetry import TelemetryBus
 from retinue.tool_calls import CallRules, ToolCalls
 from retinue.tool_tasks import TaskRunner
 from retinue.tools import Tool, ToolResult
@@ -89,6 +91,7 @@ class ExecutionServices:
         token_limited: bool = False,
         session_resources: SessionResources | None = None,
         call_prefix: str = "call",
+        telemetry: TelemetryBus | None = None,
     ) -> None:
         self.request = request
         self.config = config
@@ -119,6 +122,13 @@ class ExecutionServices:
         """System messages of those abilities, before everything else of each task model request."""
         self._taken: list[TakenInput] = []
         """A steer that was there when the driver wanted to finish, for its next look."""
+        self.telemetry = telemetry or TelemetryBus(
+            config.telemetry,
+            request,
+            agent_name=request.participant or config.driver.id,
+            cancelled=lambda: self.cancelled,
+        )
+        """Tells whoever observes the app."""
         self._models = ModelCalls(self, self._port)
         self._publisher = MessagePublisher(self, self._deltas)
         self._tools = ToolCalls(self, self._port)
@@ -344,6 +354,7 @@ class ExecutionServices:
             budgets=budgets,
             placement=placement,
             work=pickle_work(work, label),
+            trace=current_trace(),
         )
         child = Delegate(self, spawn.child_run_id, spawn.name)
         try:

@@ -23,7 +23,7 @@ from retinue.grouping import check_projection, has_continuation, is_labelled
 from retinue.ids import SAFE_INTEGER
 from retinue.json_values import encode_json
 from retinue.messages import Message, decode_message, encode_message
-from retinue.policy_context import PolicyContext
+from retinue.policy_context import PolicyContext, controller_call
 from retinue.protocol import ModelPrepared, PrepareModel
 
 
@@ -45,8 +45,10 @@ class StepPreparation:
         """
         controller = self._config.controller
         if controller is not None:
-            said = await _answer(lambda: controller.prepare_run(ctx))
-            self._run = _checked_overrides(said, "prepare_run")
+            with controller_call(ctx, "prepare_run") as told:
+                said = await _answer(lambda: controller.prepare_run(ctx))
+                self._run = _checked_overrides(said, "prepare_run")
+                told.add(**_decided(self._run))
             _check_stop(self._run)
 
     async def prepare(self, message: PrepareModel, index: int, ctx: PolicyContext) -> ModelPrepared:
@@ -100,8 +102,12 @@ class StepPreparation:
         if controller is None:
             return self._run
         step = Step(index=index, tools=tuple(message.tools))
-        said = await _answer(lambda: controller.prepare_step(step, ctx))
-        overrides = _merged(self._run, _checked_overrides(said, "prepare_step"))
+        with controller_call(ctx, "prepare_step") as told:
+            said = _checked_overrides(
+                await _answer(lambda: controller.prepare_step(step, ctx)), "prepare_step"
+            )
+            told.add(**_decided(said))
+        overrides = _merged(self._run, said)
         _check_stop(overrides)
         return overrides
 
@@ -133,6 +139,15 @@ def _checked_overrides(said: object, what: str) -> StepOverrides:
         if value is not None and not is_right(value):
             raise _misspoken(what, f"{name}={value!r:.80}, which cannot be")
     return said
+
+
+def _decided(said: StepOverrides) -> dict[str, Any]:
+    """What a controller said, as observers are told of it: nothing of what it explains."""
+    return {
+        "decision": "continue" if said.stop is None else "stop",
+        "model_role": said.model_role,
+        "active_tools": None if said.active_tool_ids is None else len(said.active_tool_ids),
+    }
 
 
 def _misspoken(what: str, problem: str) -> RetinueError:

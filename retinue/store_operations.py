@@ -190,12 +190,12 @@ class ForkSession(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Begin another session of the same store and identity with a prefix of this one's history.
 
     The new session has revision 1, this one's ``replayable``, an :class:`Origin`, no conversations, no
-    artifacts, no attestations, no requests for approval, and this one's state or none. Refused with ``lease_lost``, with
-    ``session_conflict`` when the stored revision is not ``base_revision``, with ``invalid_input`` when
-    ``target`` is of another tenant, user or store, or ``keep_messages`` is more than there are; and with
-    ``session_conflict`` when the target exists already. One that was only looked at, never written and that
-    nobody holds, does not exist yet. A repeat of the ``commit_id`` that made the target gives the first
-    answer, even once the lease is lost. Reply: :class:`Committed` with revision 1.
+    artifacts, no attestations, no requests for approval, and this one's state or none. Refused with
+    ``lease_lost``, with ``session_conflict`` when the stored revision is not ``base_revision``, with
+    ``invalid_input`` when ``target`` is of another tenant, user or store, or ``keep_messages`` is more than
+    there are; and with ``session_conflict`` when the target exists already. One that was only looked at,
+    never written and that nobody holds, does not exist yet. A repeat of the ``commit_id`` that made the
+    target gives the first answer, even once the lease is lost. Reply: :class:`Committed` with revision 1.
     """
 
     lease: Lease

@@ -1,9 +1,10 @@
 """Telemetry: what observers are told of runs, without any content (contract section 17).
 
-    run.start ──> controller.start/result ──> model.start/result ──> tool.start/result ──> ... ──> run.complete
+    run.start ──> controller.start, .result ──> model.start, .result ──> tool.start, .result ──> run.complete
 
-Every start has exactly one end. Observers are called where the work is done: in its process, on its user loop, and
-but for ``run.complete`` in its context, so that what they set there is seen by the work.
+Every start has exactly one end. Observers are called where the work is done: in its process, on its user
+loop, and but for ``run.complete`` in its context: OpenTelemetry's current span as an observer sets it at a start
+is that of the work until its end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Literal, Protocol, Self, runtime_checkable
 import msgspec
 
 from retinue.budgets import Usage
-from retinue.current_work import current_trace
+from retinue.current_work import context_as_now, current_trace
 from retinue.drivers import RunRequest
 from retinue.errors import RetinueError, ValidationFailed
 from retinue.messages import Message
@@ -81,8 +82,8 @@ class TelemetryEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     finish_reason: str | None = None
     """Of a model's answer."""
     status: str | None = None
-    """Of an operation: ``success``, ``error`` or ``cancelled``. Of a run how it ended: ``completed``, ``stopped``
-    (also one that awaits input), ``cancelled`` or ``error``."""
+    """Of an operation: ``success``, ``error`` or ``cancelled``. Of a run how it ended: ``completed``,
+    ``stopped`` (also one that awaits input), ``cancelled`` or ``error``."""
     error_code: str | None = None
     """A code of :mod:`retinue.errors`, else the name of the exception's class."""
     usage: Usage | None = None
@@ -123,6 +124,8 @@ class TelemetryBus:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._observers = observers
+        self.observed = bool(observers)
+        """Whether there is anybody to tell."""
         self.wants_content = any(getattr(each, "content", False) is True for each in observers)
         """Whether any observer asks for content."""
         self._base: dict[str, Any] = {
@@ -138,7 +141,7 @@ class TelemetryBus:
         self.usage = Usage()
         """What the model calls of this execution used that have ended, as far as providers say."""
         self.trace: dict[str, str] = dict(request.trace)
-        """The trace of what is done for this execution; from its start on, in whatever observers made of it."""
+        """The trace of what is done for this execution; from its start on, as observers set it."""
         self._began: float | None = None
 
     def emit(self, type: TelemetryType, content: TelemetryContent | None = None, **fields: Any) -> None:
@@ -194,6 +197,7 @@ class Operation:
         self._kind = kind
         self._fields = fields
         self._began = 0.0
+        self._put_context_back: Callable[[], None] = lambda: None
         self.usage: Usage | None = None
         """Of a model call, known or not however it ends."""
         self.content: TelemetryContent | None = None
@@ -205,6 +209,7 @@ class Operation:
 
     def __enter__(self) -> Self:
         self._began = time.monotonic()
+        self._put_context_back = context_as_now()
         self._bus.emit(f"{self._kind}.start", self.content, **self._fields)  # type: ignore[arg-type]
         return self
 
@@ -226,6 +231,7 @@ class Operation:
         content = self.content if status == "success" else None
         fields = {**self._fields, **ended, "status": status, "usage": self.usage}
         bus.emit(f"{self._kind}.{outcome}", content, **fields)  # type: ignore[arg-type]
+        self._put_context_back()
 
 
 _blamed: set[type] = set()

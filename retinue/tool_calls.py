@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from retinue.agents import TOOL_CONCURRENCY
+from retinue.current_work import current_trace
 from retinue.errors import ModelFailed, RetinueError, ToolFailed
 from retinue.events import ToolProgress
 from retinue.messages import ToolCall, escape_surrogates
@@ -27,6 +28,7 @@ from retinue.policy_context import PolicyContext
 from retinue.protocol import AdmitTools, AwaitVerdict, ToolAttempt, ToolDone, ToolsAdmitted, ToolVerdict
 from retinue.results import error_text
 from retinue.reviews import Judgement, plan_mode, review
+from retinue.telemetry import TelemetryContent
 from retinue.tool_arguments import snapshot
 from retinue.tool_execution import ToolExecution
 from retinue.tool_output import ToolOutput, ToolProblem
@@ -177,6 +179,7 @@ class ToolCalls:
             effect=judged.effect,
             requires_approval=required,
             ask=(judged.reason or "the agent's policy asks") if judged.action == "ask" else None,
+            trace=current_trace(),
         )
         return _Ready(call, tool, arguments, attempt, taken)
 
@@ -248,7 +251,7 @@ class ToolCalls:
         if key is not None and tool.options.cache and (known := self._cache.get(key)) is not None:
             return self._done(call, known.text, artifact_id=known.artifact_id)
         try:
-            output = await self._run(tool, ready.arguments, call)
+            output = await self._observed(ready)
             text, artifact_id = await self._kept(tool, output)
         except ToolProblem as problem:
             return self._done(call, _cut(str(problem), tool), error=True)
@@ -256,6 +259,18 @@ class ToolCalls:
         if key is not None and tool.options.cache:
             self._cache[key] = result
         return result
+
+    async def _observed(self, ready: _Ready) -> ToolOutput:
+        """Run it, with whoever observes the run told of it."""
+        telemetry, call = self.services.telemetry, ready.call
+        told = telemetry.begin("tool", ready.attempt.id, tool_name=call.name, tool_call_id=call.id)
+        if telemetry.wants_content:
+            told.content = TelemetryContent(arguments=copy.deepcopy(call.arguments))
+        with told:
+            output = await self._run(ready.tool, ready.arguments, call)
+            if telemetry.wants_content:
+                told.content = TelemetryContent(output=output.text)
+        return output
 
     async def _run(self, tool: Tool, arguments: Mapping[str, Any], call: ToolCall) -> ToolOutput:
         services = self.services
@@ -308,6 +323,7 @@ class ToolCalls:
             tool_name=name,
             arguments=self._effect_arguments(name, given),
             driver=True,
+            trace=current_trace(),
         )
         verdict = await self._decided(attempt, (await self._admit([attempt]))[0])
         if verdict.allowed and self.services.cancelled:
@@ -321,7 +337,8 @@ class ToolCalls:
             )
         failed = True
         try:
-            value = await execute(given)
+            with self.services.telemetry.begin("tool", attempt.id, tool_name=name, tool_call_id=call_id):
+                value = await execute(given)
             failed = False
             return value
         finally:

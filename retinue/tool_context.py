@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from retinue.current_work import current_trace
 from retinue.delegates import Delegate
 from retinue.drivers import ExecutionDriver
 from retinue.ids import Identity
@@ -59,6 +60,9 @@ class TaskContext:
         self._token = token
         self.call_id = call_id
         """The id that the model gave to the call."""
+        self.trace: dict[str, str] = current_trace()
+        """W3C trace context of the call, for what it asks of other systems; empty where there is no trace.
+        OpenTelemetry's current span is the call's without it."""
 
     @property
     def identity(self) -> Identity:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from retinue.current_work import Work
 from retinue.results import error_text
 from retinue.tool_context import CancelToken, ToolContext
 from retinue.tool_output import ToolOutput, ToolProblem
@@ -154,7 +155,9 @@ class ToolExecution:
         return await value if inspect.isawaitable(value) else value
 
     async def _in_task(self) -> ToolOutput | ToolProblem:
-        order = make_order(self._tool, self._arguments, self._services.request.identity, self._call_id)
+        request = self._services.request
+        work = Work.of(request)
+        order = make_order(self._tool, self._arguments, request.identity, self._call_id, work=work)
         task = self._services.tasks.start(order, self._progress.report)
         try:
             outcome = await task.outcome()

@@ -9,13 +9,15 @@ What goes there is pickled, because it is code. What comes back is msgpack, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
+from retinue.current_work import Work, current_trace
 from retinue.delegates import pickle_value
 from retinue.ids import Identity
+from retinue.logs import LogOptions, configured
 from retinue.tool_options import ToolOptions
 from retinue.tool_output import ToolOutput
 from retinue.tools import Tool
@@ -32,7 +34,18 @@ class TaskOrder:
     """The tool's name, for whoever looks at the cluster."""
     options: ToolOptions
     data: bytes
-    """Pickled: ``(tool, arguments, identity, call id)``."""
+    """Pickled: ``(tool, arguments, identity, call id, TaskSurroundings)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSurroundings:
+    """What a call brings along into a process that knows nothing of its run."""
+
+    work: Work | None = None
+    """For log records."""
+    trace: dict[str, str] = field(default_factory=dict)
+    logs: LogOptions | None = None
+    """How the host logs, where it was told."""
 
 
 class TaskProgress(msgspec.Struct, frozen=True, tag=True):
@@ -77,16 +90,19 @@ class TaskRunner(Protocol):
         ...
 
 
-def make_order(tool: Tool, arguments: Mapping[str, Any], identity: Identity, call_id: str) -> TaskOrder:
-    """A call as an order.
+def make_order(
+    tool: Tool, arguments: Mapping[str, Any], identity: Identity, call_id: str, *, work: Work | None = None
+) -> TaskOrder:
+    """A call as an order, with the trace that the caller is in.
 
     Raises:
         NotShippable: the tool or an argument cannot be pickled; ``path`` names the member at fault.
     """
     import cloudpickle  # type: ignore[import-untyped]
 
+    surroundings = TaskSurroundings(work=work, trace=current_trace(), logs=configured())
     try:
-        data = bytes(cloudpickle.dumps((tool, dict(arguments), identity, call_id)))
+        data = bytes(cloudpickle.dumps((tool, dict(arguments), identity, call_id, surroundings)))
     except Exception:
         pickle_value(tool, tool.name)
         pickle_value(dict(arguments), f"{tool.name}.arguments")

@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from types import FrameType
 from typing import Any, Self, TypeVar
 
+from retinue.current_work import trace_in_environment, working
+from retinue.logs import configure_process
 from retinue.messages import escape_surrogates
 from retinue.results import error_text
 from retinue.tool_context import CancelToken, TaskContext
@@ -57,12 +59,17 @@ def perform(data: bytes, *, cancelled: Callable[[], bool] = lambda: False) -> It
     """
     try:
         # Code, from whoever started this process; nothing that was stored or came over HTTP.
-        tool, arguments, identity, call_id = pickle.loads(data)  # noqa: S301
+        tool, arguments, identity, call_id, around = pickle.loads(data)  # noqa: S301
     except Exception as error:
         why = f"the tool cannot be loaded in its process: {_said(error)}. Modules that it imports must be"
         yield encode_message(TaskFailed(f"{why} installed there"))
         return
-    with Interrupts(raises=not tool.takes_context) as interrupts:
+    configure_process(around.logs)
+    with (
+        working(around.work, around.trace),
+        trace_in_environment(around.trace),
+        Interrupts(raises=not tool.takes_context) as interrupts,
+    ):
         if cancelled():
             interrupts.interrupt()
         if tool.takes_context:

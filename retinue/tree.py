@@ -400,7 +400,7 @@ class Tree:
             error = {"code": "cancelled", "message": f"delegate {child.name} was cancelled"}
         ended = ChildEnded(output=finished.output, error=error, cancelled=finished.cancelled, usage=usage)
         child.ended.set_result(ended)
-        status, reason = _status_of(ended)
+        status, reason = status_of(ended)
         self._emit(ChildFinished(child.name, status, reason, usage), child)
         for other in child.children:
             self._cancel(other, f"its parent {child.name} ended")
@@ -470,7 +470,8 @@ def _role_limits(role: RoleSnapshot) -> RoleLimits:
     )
 
 
-def _status_of(ended: ChildEnded) -> tuple[Status, Reason | None]:
+def status_of(ended: ChildEnded | Finished) -> tuple[Status, Reason | None]:
+    """How a delegate ended, and why."""
     if ended.cancelled:
         return "cancelled", Reason("cancelled", "cancelled with its run")
     if ended.error is not None:

@@ -138,7 +138,8 @@ class CallsTool(Driver):
     tool_name: str = "beat"
 
     async def start(self, request: RunRequest, services: ExecutionServices) -> DriverOutput:
-        await services.model(EchoModel(), [user(request.input)], max_tokens=50)
+        offered = [beat.schema, beat_in_thread.schema]
+        await services.model(EchoModel(), [user(request.input)], tools=offered, max_tokens=50)
         call = ToolCall("call-1", self.tool_name, {"path": str(request.input)})
         result = await services.dispatch(call, tools=[beat, beat_in_thread])
         return DriverOutput(text=result.text)

@@ -41,7 +41,7 @@ from retinue.events import CompactionCompleted, CompactionFailed, CompactionStar
 from retinue.messages import assistant, system, tool_result, user
 from retinue.testing import ScriptedModel, reply, tool_calls
 from tests.conftest import MakeLocalRuntime
-from tests.support import Flag, FunctionModel, all_events, driver, soon
+from tests.support import Flag, FunctionModel, HeldModel, all_events, driver, nothing_is_left, soon
 
 ROLES = Grants(tool_ids=["look", "other"], model_roles=["main", "judge"])
 TINY = Usage(input_tokens=1, output_tokens=1)
@@ -318,6 +318,78 @@ async def test_cancelling_ends_a_controller_that_hangs(
     result = await soon(handle.result())
     assert result.status == "cancelled"
     assert (result.budget.model_calls.used, result.budget.model_calls.reserved) == (0, 0)
+
+
+async def test_a_controller_that_answers_after_the_cancel_counts_as_cancelled(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    spoke = Flag()
+
+    class Stubborn(Controls):
+        async def prepare_step(self, step: Step, ctx: PolicyContext) -> StepOverrides | None:
+            spoke.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                return StepOverrides(stop="stopped after all")
+            return None
+
+    model = ScriptedModel(["never"])
+    runtime = local_runtime(driver=agent_driver(Agent(name="a", model=model)), controller=Stubborn())
+    handle = runtime.start("x", identity=identity, session_id=session_id)
+    await spoke.wait()
+    await handle.cancel()
+    result = await soon(handle.result())
+    assert result.status == "cancelled"
+    assert model.requests == []
+    assert (result.budget.model_calls.used, result.budget.model_calls.reserved) == (0, 0)
+
+
+async def test_a_controller_that_chose_a_role_for_the_run_keeps_it_with_a_providers_own_data(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    """Answers of the chosen model carry its data, and each next call is asked for under ``main`` again."""
+    answers = [
+        ModelResponse(
+            tool_calls=(ToolCall("1", "look", {"what": "x"}),),
+            finish_reason="tool_calls",
+            extras={"signature": "s"},
+        ),
+        ModelResponse(text="done"),
+    ]
+
+    async def signed(request: ModelRequest) -> ModelResponse:
+        return answers.pop(0)
+
+    judge = FunctionModel(signed)
+    runtime = local_runtime(
+        driver=agent_driver(Agent(name="a", model=ScriptedModel(["never"]), tools=[look])),
+        grants=ROLES,
+        models={"judge": judge},
+        controller=Controls(StepOverrides(model_role="judge")),
+    )
+    result = await soon(runtime.run("x", identity=identity, session_id=session_id))
+    assert (result.status, result.text) == ("completed", "done")
+    assert judge.requests[1].messages[1].extras == {"signature": "s"}
+
+
+async def test_delegates_are_prepared_by_the_roots_controller_and_count_their_own_steps(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    controller = Controls()
+
+    @driver
+    async def leads(request: RunRequest, services: ExecutionServices) -> DriverOutput:
+        model = ScriptedModel(["a"])
+        await services.model(model, [user("x")])
+        child = await services.delegate(Agent(name="helper", model=ScriptedModel(["helped"])), "help")
+        answer = await child.result()
+        return DriverOutput(text=answer.text)
+
+    runtime = local_runtime(driver=leads, controller=controller)
+    result = await soon(runtime.run("x", identity=identity, session_id=session_id))
+    assert (result.status, result.text) == ("completed", "helped")
+    assert controller.seen == [(0, [], ""), (0, [], "helper")]
 
 
 # --- context policies -------------------------------------------------------------------------------------
@@ -834,6 +906,31 @@ async def test_with_one_call_left_there_is_none_for_a_summary(
     result = await soon(runtime.run("x", identity=identity, session_id=session_id))
     assert (result.status, code_of(result)) == ("stopped", "budget_exhausted")
     assert [*model.requests, *summarizer.requests] == []
+
+
+async def test_a_summary_that_is_cancelled_is_told_as_failed(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    model, summarizer = ScriptedModel(["never"]), HeldModel(usage=TINY)
+    runtime = local_runtime(
+        driver=asks([*OLD, *CURRENT], model),
+        context_policy=summary_context_policy(model_role="judge", max_context_tokens=300),
+        **judged(judge=summarizer),
+    )
+    handle = runtime.start("x", identity=identity, session_id=session_id)
+    await summarizer.asked.wait()
+    await handle.cancel()
+    result = await soon(handle.result())
+    assert result.status == "cancelled"
+    assert model.requests == []
+    told = [
+        event.payload
+        for event in await all_events(handle)
+        if isinstance(event.payload, CompactionStarted | CompactionCompleted | CompactionFailed)
+    ]
+    assert [type(each) for each in told] == [CompactionStarted, CompactionFailed]
+    assert told[0].compaction_id == told[1].compaction_id
+    await nothing_is_left(runtime, handle)
 
 
 @pytest.mark.parametrize(
