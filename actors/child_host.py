@@ -14,15 +14,17 @@ import msgspec
 from retinue.actors.background import Background
 from retinue.actors.channel import Inbox, Outbox
 from retinue.actors.messages import Down, KeepAlive, LateReply, RunChild, StopChild, Up, UpAnswer
+from retinue.actors.metrics import Reporter, child_host_samples
 from retinue.actors.reports import own_report
 from retinue.actors.tool_tasks import RayTasks
-from retinue.actors.wire import call, decode, encode
+from retinue.actors.wire import NOTHING, call, decode, encode
 from retinue.apps import AppSpec, load_app
 from retinue.budgets import BudgetSnapshot
 from retinue.children import ChildExecution
 from retinue.client import HostGone
 from retinue.config import RuntimeConfig
 from retinue.ended_runs import empty_budget
+from retinue.logs import LogOptions, configure_process
 from retinue.protocol import ChildOrder, Finished, ParticipantMessage, Rejected, RootReply, SettleModel
 from retinue.results import error_payload
 from retinue.workers import Workers
@@ -275,12 +277,15 @@ class ChildHostActor:
         self._host_id = host_id
         self._app = decode(app, AppSpec)
         self._core: ChildHostCore | None = None
+        self._background = Background("child host")
 
-    async def ready(self) -> None:
+    async def ready(self, log_options: bytes = NOTHING) -> None:
         """Come to life on the control loop, and load the app ahead of the first child."""
         if self._core is None:
-            self._core = ChildHostCore(self._host_id, self._app)
-            await self._core.load()
+            configure_process(decode(log_options, LogOptions | None))
+            core = self._core = ChildHostCore(self._host_id, self._app)
+            await core.load()
+            self._background.run(Reporter(lambda: child_host_samples(core.statistics())).run())
 
     async def deliver(self, root_id: str, root: Any, data: bytes) -> bool:
         assert self._core is not None

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +22,7 @@ from retinue.actors.child_host import ChildHostStatistics
 from retinue.actors.directory import Directory
 from retinue.actors.hosts import HostReference
 from retinue.actors.messages import Hello, HostDescription, Welcome, Whereabouts
+from retinue.actors.metrics import Reporter, Sample, directory_samples, pool_samples
 from retinue.actors.names import (
     CHILD_HOST_PREFIX,
     DIRECTORY,
@@ -48,6 +49,7 @@ from retinue.errors import (
 )
 from retinue.host import IDLE_TIMEOUT
 from retinue.ids import PROTOCOL_VERSION, SessionAddress, new_id
+from retinue.logs import LogOptions, configure_process, configured
 from retinue.recovery import end_interrupted_runs, queued_app
 from retinue.storage import this_process
 from retinue.store import Store
@@ -72,6 +74,8 @@ class DeployOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a registry knows from the start, and again after a restart."""
     app: AppSpec | None = None
     """What a keeper keeps, from the start and again after a restart."""
+    logs: LogOptions | None = None
+    """How the actors log, where their environment does not say."""
 
 
 class ControlActor:
@@ -81,6 +85,7 @@ class ControlActor:
         self._namespace = namespace
         self._cluster_id = cluster_id
         self._options = decode(options, DeployOptions)
+        configure_process(self._options.logs)
         self._apps: dict[str, AppSpec] = {}
         self._hosts = RayHosts(self._apps)
         self._pools: dict[str, PoolKeeper] = {}
@@ -92,6 +97,7 @@ class ControlActor:
         self._stores: dict[str, asyncio.Future[tuple[StoreDescription, Any]]] = {}
         self._rebuilding: asyncio.Task[None] | None = None
         self._background = Background("control actor")
+        self._reporting = False
         self._answers: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
 
     # --- registry: these two keep their shape for ever ----------------------------------------------------
@@ -131,6 +137,7 @@ class ControlActor:
             if _restarted():
                 await self._adopt_hosts(app.digest, pool)
             self._background.run(self._retire_when_idle(pool))
+            self._report_metrics()
         self._pools[app.digest].prepare()
 
     def _acquaintances(self) -> list[Any]:
@@ -243,6 +250,7 @@ class ControlActor:
 
     def _start_directory(self) -> Directory:
         if self._directory is None:
+            self._report_metrics()
             self._directory = Directory(
                 control=self._hosts,
                 take_host=self._take_host,
@@ -384,7 +392,8 @@ class ControlActor:
 
         key = hashlib.sha256(url.encode()).hexdigest()[:24]
         node_id = ray.get_runtime_context().get_node_id()
-        handle = start_store_actor(store_name(key), self._namespace, url, node_id)
+        name = store_name(key)
+        handle = start_store_actor(name, self._namespace, url, node_id, encode(configured()))
         try:
             description = read_reply(await call(handle.describe), StoreDescription)
         except HostGone as error:
@@ -471,7 +480,20 @@ class ControlActor:
             {"protocol": PROTOCOL_VERSION, "directory": directory, "pools": pools, "stores": stores}
         )
 
+    def _samples(self) -> Iterator[Sample]:
+        """The figures of the roles that this process has."""
+        if self._directory is not None:
+            yield from directory_samples(self._directory.statistics())
+        for pool in self._pools.values():
+            yield from pool_samples(pool.statistics())
+
+    def _report_metrics(self) -> None:
+        if not self._reporting:
+            self._reporting = True
+            self._background.run(Reporter(self._samples).run())
+
     async def ping(self) -> bytes:
+        self._report_metrics()
         return await answered(asyncio.sleep(0))
 
     async def report(self, name: str) -> bytes:

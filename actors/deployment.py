@@ -21,6 +21,7 @@ from retinue.actors.pool import PoolOptions
 from retinue.errors import ClusterUnreachable, VersionMismatch
 from retinue.host import IDLE_TIMEOUT
 from retinue.ids import PROTOCOL_VERSION, new_id
+from retinue.logs import configured, from_environment
 
 SESSION_HOST_BYTES = 64 * 2**20
 """Memory of one session host, by which the number of those in use is capped."""
@@ -49,6 +50,7 @@ def default_options(
     return DeployOptions(
         max_resident=max_resident or max(2, int(memory // SESSION_HOST_BYTES)),
         idle_timeout=IDLE_TIMEOUT if idle_timeout is None else idle_timeout,
+        logs=configured() or from_environment(),
         pool=PoolOptions(
             session_spares=1 if ephemeral else spares,
             max_child_hosts=max(1, processors),

@@ -19,6 +19,7 @@ from retinue.actors.wire import call, decode, encode, read_reply
 from retinue.apps import AppSpec
 from retinue.hooks import DeactivationReason
 from retinue.ids import SessionAddress
+from retinue.logs import configured
 
 CONTROL_CALLS = 10_000
 """Calls at once in the group that owns state; none of them runs user code."""
@@ -77,16 +78,18 @@ class RayHostFactory:
         self._app = app
         self._acquaintances = acquaintances
         """Actors that every session host will talk to: it meets them while it is a spare."""
+        self._log_options = encode(configured())
 
     async def start_session_host(self, host_id: str) -> Any:
         options = actor_options(host_name(host_id), self._namespace)
         handle = await _started(SessionHostActor, options, host_id, self._cluster_id)
-        return await _ready(handle, handle, encode(self._app), self._acquaintances())
+        return await _ready(handle, handle, encode(self._app), self._acquaintances(), self._log_options)
 
     async def start_child_host(self, host_id: str) -> Any:
         options = actor_options(child_host_name(host_id), self._namespace)
         options["scheduling_strategy"] = "SPREAD"
-        return await _ready(await _started(ChildHostActor, options, host_id, encode(self._app)))
+        handle = await _started(ChildHostActor, options, host_id, encode(self._app))
+        return await _ready(handle, self._log_options)
 
     async def watch_child_host(self, handle: Any) -> None:
         await call(handle.watch)

@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 from typing import Any
 
+from retinue.actors.background import Background
 from retinue.actors.hosts import HostReference
 from retinue.actors.messages import Activate, Down, HostDescription, Up
+from retinue.actors.metrics import Reporter, host_samples
 from retinue.actors.pooled_children import PooledChildren
 from retinue.actors.reports import own_report
 from retinue.actors.store_actor import RemoteEngine
 from retinue.actors.tool_tasks import RayTasks
-from retinue.actors.wire import answered, call, decode, encode, on_loop
+from retinue.actors.wire import NOTHING, answered, call, decode, encode, on_loop
 from retinue.apps import AppSpec
 from retinue.budgets import UsageReport
 from retinue.client import HostGone
@@ -20,6 +22,7 @@ from retinue.feeds import FeedChanges
 from retinue.hooks import DeactivationReason
 from retinue.host import Host
 from retinue.ids import new_id
+from retinue.logs import LogOptions, configure_process
 from retinue.messages import Message
 from retinue.protocol import (
     DecideRequest,
@@ -85,15 +88,19 @@ class SessionHostActor:
         self._links: RemoteChildHosts | None = None
         self._stores: dict[str, Store] = {}
         self._app: AppSpec | None = None
+        self._background = Background("session host")
 
     # --- control ------------------------------------------------------------------------------------------
 
-    async def ready(self, own_handle: Any, app: bytes, acquaintances: list[Any]) -> None:
+    async def ready(
+        self, own_handle: Any, app: bytes, acquaintances: list[Any], log_options: bytes = NOTHING
+    ) -> None:
         """Come to life on the control loop, and load the app ahead of the first session.
 
         A first call to an actor takes some 20 ms, for its class and for the connection, so the actors that
         sessions need are met now.
         """
+        configure_process(decode(log_options, LogOptions | None))
         self._loop = asyncio.get_running_loop()
         self._links = RemoteChildHosts(self._host_id, own_handle)
         self._children = PooledChildren(self._links)
@@ -106,6 +113,7 @@ class SessionHostActor:
         spec = decode(app, AppSpec)
         self._app = spec
         await self._host.load(spec)
+        self._background.run(Reporter(lambda: host_samples(self.host.statistics())).run())
         for each in acquaintances:
             with contextlib.suppress(HostGone):
                 await call(each.ping)

@@ -10,10 +10,12 @@ import msgspec
 import ray
 
 from retinue.actors.background import Background
+from retinue.actors.metrics import Reporter, store_samples
 from retinue.actors.reports import own_report
-from retinue.actors.wire import answered, call, decode, encode, read_reply
+from retinue.actors.wire import NOTHING, answered, call, decode, encode, read_reply
 from retinue.client import HostGone
 from retinue.errors import InputError, StoreUnavailable
+from retinue.logs import LogOptions, configure_process
 from retinue.store import (
     Guarantees,
     Refused,
@@ -38,8 +40,10 @@ class StoreDescription(msgspec.Struct, frozen=True, kw_only=True):
 class StoreActor:
     """A shell around a store engine: bytes in, bytes out."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, log_options: bytes = NOTHING) -> None:
+        configure_process(decode(log_options, LogOptions | None))
         self._url = url
+        self._background = Background("store actor")
         self._engine: StoreEngine | None = None
         self._opening = asyncio.Lock()
 
@@ -59,7 +63,8 @@ class StoreActor:
             if self._engine is None:
                 from retinue.storage import open_store
 
-                self._engine = await asyncio.to_thread(open_store, self._url, shared=True)
+                engine = self._engine = await asyncio.to_thread(open_store, self._url, shared=True)
+                self._background.run(Reporter(lambda: store_samples(engine.statistics())).run())
         return self._engine
 
     async def execute(self, data: bytes) -> bytes:
@@ -90,6 +95,7 @@ class StoreActor:
         return own_report("store", store=self._url)
 
     async def close(self) -> None:
+        self._background.close()
         if self._engine is not None:
             await self._engine.close()
 
@@ -103,7 +109,7 @@ def _operation_or_refusal(body: msgspec.Raw) -> StoreOperation | Refused:
     return operation
 
 
-def start_store_actor(name: str, namespace: str, url: str, node_id: str) -> Any:
+def start_store_actor(name: str, namespace: str, url: str, node_id: str, log_options: bytes = NOTHING) -> Any:
     """Start a store actor, pinned to the node that has the file."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -119,7 +125,7 @@ def start_store_actor(name: str, namespace: str, url: str, node_id: str) -> Any:
             max_concurrency=10_000,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        .remote(url)
+        .remote(url, log_options)
     )
 
 

@@ -25,6 +25,8 @@ UNAVAILABLE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
 """Seconds between repeats of a call to an actor that does not answer."""
 
 encode = msgspec.msgpack.Encoder().encode
+NOTHING = encode(None)
+"""An argument that is left out."""
 
 
 @overload

@@ -137,7 +137,7 @@ class _Never:
 def measure(store: str) -> Row:
     before = bare_hop_ms()
     row: Row = {}
-    askers = [ray.remote(Asker).options(num_cpus=0).remote() for _ in range(max(PROCESSES))]
+    askers: list[Any] = [ray.remote(Asker).options(num_cpus=0).remote() for _ in range(max(PROCESSES))]
     for processes in PROCESSES:
         for batch in (1, BATCH):
             rate = asyncio.run(_rate(askers[:processes], batch))
@@ -169,4 +169,4 @@ async def _rate(askers: list[Any], batch: int) -> float:
     seconds = time.perf_counter() - start
     assert await root.used.remote() - began == sum(counts)
     ray.kill(root)
-    return sum(counts) / seconds
+    return float(sum(counts) / seconds)

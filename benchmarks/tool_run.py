@@ -1,7 +1,7 @@
 """Model → tool → model on persisted sessions, and the same with LangGraph and its SQLite saver beside it.
 
-Both have a model and a tool of no latency, a SQLite file, and conversations that go on. What is measured is one
-run after another, and many at once.
+Both have a model and a tool of no latency, a SQLite file, and conversations that go on. What is measured is
+one run after another, and many at once.
 """
 
 from __future__ import annotations

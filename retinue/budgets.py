@@ -254,3 +254,22 @@ class UsageReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     roles: dict[str, UsageFigures] = msgspec.field(default_factory=dict)
     tools: dict[str, int] = msgspec.field(default_factory=dict)
     """Attempts by tool."""
+
+
+class Spending(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What trees used in this process, for metrics: counts that only grow."""
+
+    model_calls: int = 0
+    """Calls that reached a provider."""
+    tool_calls: int = 0
+    """Attempts that were admitted."""
+    refusals: int = 0
+    """Model calls and tool attempts that a budget had no room for."""
+    input_tokens: int = 0
+    """As providers reported them, like those that follow."""
+    output_tokens: int = 0
+
+    def __add__(self, other: Spending) -> Spending:
+        return Spending(
+            **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        )

@@ -4,8 +4,8 @@
 
 Context variables, so they follow a task into what it starts and into the threads of
 :func:`retinue.workers.in_thread`. A trace travels as W3C trace context (``traceparent``, ``tracestate``).
-Where OpenTelemetry is installed its own current span says what the trace is; where it is not, what came is handed
-on as it is.
+Where OpenTelemetry is installed its own current span says what the trace is; where it is not, what came is
+handed on as it is.
 """
 
 from __future__ import annotations

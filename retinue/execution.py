@@ -144,9 +144,7 @@ class DriverExecution:
             text=output.text, structured=copy.deepcopy(output.structured), revision=self._revision
         )
         try:
-            with services.telemetry.begin(
-                "controller", services.next_call_id(), operation="completion"
-            ) as told:
+            with services.observed("controller", services.next_call_id(), operation="completion") as told:
                 decision = _checked_decision(await policy.evaluate(candidate, services))
                 told.add(decision=decision.action)
         except (SystemExit, KeyboardInterrupt) as error:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from retinue.apps import AppSpec, load_app
-from retinue.budgets import UsageReport
+from retinue.budgets import Spending, UsageReport
 from retinue.config import RuntimeConfig
 from retinue.errors import NotFound, RetinueError, StoreUnavailable
 from retinue.feeds import Feeds, FeedStatistics
@@ -89,6 +89,8 @@ class HostStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Sessions that left, by reason."""
     feeds: FeedStatistics
     """What client processes follow here."""
+    spent: Spending
+    """What the runs here used, with their delegates."""
 
 
 class Host:
@@ -124,6 +126,7 @@ class Host:
         """Sessions that came to life here so far."""
         self._passivations: Counter[DeactivationReason] = Counter()
         self._runs_before = 0
+        self._spent_before = Spending()
         self.feeds = Feeds(self)
         """What client processes follow here."""
 
@@ -272,6 +275,7 @@ class Host:
         self._expected.pop(activation_id, None)
         if session is not None:
             self._runs_before += session.runs_started
+            self._spent_before += session.spent
             self._passivations[session.closing or "duplicate"] += 1
 
     async def close(self, reason: str) -> None:
@@ -406,6 +410,7 @@ class Host:
             activations=self.activations,
             passivations=dict(self._passivations),
             feeds=self.feeds.statistics(),
+            spent=sum((session.spent for session in sessions), self._spent_before),
         )
 
     def _describe(self, session: Session) -> ResidentSession:

@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from retinue.accounts import Account, Bucket, Counter, Figures
-from retinue.budgets import Budgets, BudgetSnapshot, CallKind, ParticipantUsage, Resource, Usage, UsageReport
+from retinue.budgets import (
+    Budgets,
+    BudgetSnapshot,
+    CallKind,
+    ParticipantUsage,
+    Resource,
+    Spending,
+    Usage,
+    UsageReport,
+)
 from retinue.errors import BudgetExhausted, RetinueError, Unsupported
 from retinue.prices import Price, PriceTable, amount_of
 
@@ -431,6 +440,18 @@ class BudgetLedger:
     def open_reservations(self) -> int:
         """Model calls that are reserved, or admitted and not settled."""
         return len(self._slots) + sum(len(account.open_calls) for account in self._accounts.values())
+
+    @property
+    def spending(self) -> Spending:
+        """What this tree used so far, without what a run before it did."""
+        refused = sum(isinstance(error, BudgetExhausted) for error in self._refusals.values())
+        return Spending(
+            model_calls=self.model_calls_started,
+            tool_calls=sum(self._tools.values()),
+            refusals=refused + sum(refusal is not None for refusal in self._attempts.values()),
+            input_tokens=self.usage.input_tokens,
+            output_tokens=self.usage.output_tokens,
+        )
 
     def snapshot(self, participant: str = ROOT) -> BudgetSnapshot:
         """The totals of a participant with everything below it; of the whole tree by default."""

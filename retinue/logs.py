@@ -3,9 +3,9 @@
     RETINUE_LOG=json retinue up          retinue.logs.configure(json=True)
 
 The ids come from :mod:`retinue.current_work`, so they are on every record that is logged for a run: by this
-package, by the application's drivers, policies and tools, and by the libraries that they use. Nothing here reads a
-prompt or an answer. Of an exception the class and the places are told, and its text only where it is an error of
-this package: others say what they like.
+package, by the application's drivers, policies and tools, and by the libraries that they use. Nothing here
+reads a prompt or an answer. Of an exception the class and the places are told, and its text only where it is
+an error of this package: others say what they like.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class JsonFormatter(logging.Formatter):
             "time": _rfc3339(record.created),
             "level": record.levelname,
             "logger": record.name,
-            "message": without_secrets(record.getMessage()),
+            "message": _writable(without_secrets(record.getMessage())),
         }
         work = current_work()
         if work is not None:
@@ -63,7 +63,7 @@ class JsonFormatter(logging.Formatter):
             line["trace_id"], line["span_id"] = ids
         if record.exc_info and record.exc_info[1] is not None:
             line["exception"] = _told(record.exc_info[1])
-        return json_format.dumps(line, ensure_ascii=False).encode(errors="backslashreplace").decode()
+        return _writable(json_format.dumps(line, ensure_ascii=False))
 
 
 def configure(
@@ -81,9 +81,7 @@ def configure(
     """
     environment = from_environment()
     as_json = json if json is not None else environment is not None and environment.format == "json"
-    if level is None:
-        level = environment.level if environment is not None else _checked_level(os.environ.get(LEVEL_VARIABLE))
-    name = _checked_level(level)
+    name = _checked_level(os.environ.get(LEVEL_VARIABLE) if level is None else level)
     global _options
     _options = LogOptions(format="json" if as_json else "text", level=name)
     root = logging.getLogger()
@@ -139,8 +137,9 @@ _SECRETS = re.compile(
     r"""
     (?P<kept>(?:
         \bbearer\s+                                         # a header
-      | \b[\w-]*(?:api[_-]?key|token|secret|password|passwd|authorization)["']?\s*[=:]\s*["']?(?!\s)
-      | ://[^/\s:@]+:                                       # a URL with a password
+      | \b[\w-]*(?:api[_-]?key|token|secret|password|passwd|authorization)["']?\s*[=:]\s*["']?
+        (?:(?:bearer|basic)\s+)?
+      | ://[^/\s:@]+:(?=[^/\s@]+@)                          # a URL with a password
     ))
     [^\s"'&,;@)}\]]+
     | \b(?:sk|pk|rk|ghp|gho|xox[abp])[-_][A-Za-z0-9_-]{12,} # keys that say what they are
@@ -171,6 +170,11 @@ def _checked_level(level: str | int | None) -> str:
     return name
 
 
+def _writable(text: str) -> str:
+    """The text with what UTF-8 cannot carry spelled out."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _rfc3339(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
@@ -184,7 +188,7 @@ def _told(error: BaseException) -> dict[str, Any]:
     }
     if isinstance(error, RetinueError):
         told["code"] = error.code
-        told["message"] = without_secrets(error.message)
+        told["message"] = _writable(without_secrets(error.message))
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None and cause is not error:
         told["cause"] = f"{type(cause).__module__}.{type(cause).__qualname__}".removeprefix("builtins.")

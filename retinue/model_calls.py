@@ -211,7 +211,7 @@ class ModelCalls:
     ) -> ModelResponse:
         """The provider's answer, checked, with whoever observes the run told of it."""
         request, client, telemetry = call.request, call.client, self._services.telemetry
-        told = telemetry.begin(
+        told = self._services.observed(
             "model",
             call_id,
             provider_id=client.provider_id,

@@ -77,4 +77,4 @@ class PolicyContext:
 def controller_call(ctx: PolicyContext, operation: str) -> Operation:
     """A call of the controller for whoever asks, as observers are told of it; make it in ``with``."""
     services = ctx._services
-    return services.telemetry.begin("controller", services.next_call_id(), operation=operation)
+    return services.observed("controller", services.next_call_id(), operation=operation)

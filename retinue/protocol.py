@@ -74,7 +74,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     queue_position: int | None = None
     """Of a queued run: 1 is next."""
     pending_approvals: Sequence[ApprovalRequest] = ()
-    """Calls that wait for a decision, oldest first."""
+    """Calls that wait for a decision, oldest first; at most 16."""
 
 
 class SendInput(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,13 +40,13 @@ async def review(
     try:
         decision = await _settled(policy.decide(call, ctx))
         effect = await _effect(policy, call, ctx) if run_mode == "plan" else call.effect
+        if _encoded(call.arguments) != before:
+            return _denied("the arguments were changed while they were reviewed")
+        if not isinstance(decision, Decision) or decision.action not in get_args(PolicyAction):
+            return _denied(f"the execution policy gave {decision!r:.80}, which is no decision")
+        return Judgement(action=decision.action, reason=str(decision.reason), effect=effect)
     except Exception as error:
         return _denied(f"the execution policy raised {type(error).__name__}: {error_text(error)}")
-    if _encoded(call.arguments) != before:
-        return _denied("the arguments were changed while they were reviewed")
-    if not isinstance(decision, Decision) or decision.action not in _STRICTNESS:
-        return _denied(f"the execution policy gave {decision!r:.80}, which is no decision")
-    return Judgement(action=decision.action, reason=str(decision.reason), effect=effect)
 
 
 async def _effect(policy: ExecutionPolicy, call: CallUnderReview, ctx: PolicyContext) -> Effect:
@@ -65,7 +65,7 @@ async def _settled(value: Any) -> Any:
 def _encoded(arguments: object) -> bytes:
     try:
         return encode_json(arguments)
-    except (TypeError, ValueError, msgspec.MsgspecError):
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
         return b""
 
 

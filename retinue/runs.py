@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from retinue.approval_desk import ApprovalDesk
+from retinue.approval_records import unknown_approval
 from retinue.approvals import ApprovalRequest
 from retinue.artifacts import SessionArtifacts
 from retinue.budgets import UsageReport
 from retinue.clocks import RunClocks
 from retinue.config import RuntimeConfig
+from retinue.current_work import Work, working
 from retinue.drivers import RunRequest
 from retinue.errors import LeaseLost, NotFound, RetinueError, Unsupported
 from retinue.events import Control, Payload
@@ -50,6 +52,9 @@ from retinue.store import StoredApproval
 from retinue.tree import ChildLauncher, Tree
 
 logger = logging.getLogger(__name__)
+
+SHOWN_APPROVALS = 16
+"""Requests that a status shows, the oldest; it comes with every page of events."""
 
 
 class RootExecution(Protocol):
@@ -221,7 +226,7 @@ class Run:
             hops=self.hops + self._ending.hops + self.tree.hops,
             pending_input=self.inbox.pending,
             queue_position=self.queue_position,
-            pending_approvals=() if self.desk is None else self.desk.pending,
+            pending_approvals=() if self.desk is None else self.desk.pending[:SHOWN_APPROVALS],
         )
 
     def usage_report(self) -> UsageReport:
@@ -271,7 +276,7 @@ class Run:
     async def decide(self, decision: DecideRequest) -> StoredApproval:
         """Approve or deny a call that waits. Raises what :meth:`ApprovalDesk.decide` does."""
         if self.desk is None:
-            raise NotFound(f"run {self.run_id} asks for no approvals", run_id=self.run_id)
+            raise unknown_approval(decision.approval_id)
         return await self.desk.decide(decision)
 
     @property
@@ -353,6 +358,10 @@ class Run:
 
     async def execute(self) -> None:
         """Live from acceptance to the terminal event. Ends in exactly one result, whatever happens."""
+        with working(Work.of(self.request), self.request.trace):
+            await self._execute()
+
+    async def _execute(self) -> None:
         self.queue_position = None
         if self._cancelled is None:
             self.events.store_first = False

@@ -62,7 +62,7 @@ from retinue.results import ArtifactReference
 from retinue.root_port import RootPort
 from retinue.run_input import check_question
 from retinue.store import StoredArtifact
-from retinue.telemetry import TelemetryBus
+from retinue.telemetry import Operation, OperationKind, TelemetryBus
 from retinue.tool_calls import CallRules, ToolCalls
 from retinue.tool_tasks import TaskRunner
 from retinue.tools import Tool, ToolResult
@@ -126,7 +126,6 @@ class ExecutionServices:
             config.telemetry,
             request,
             agent_name=request.participant or config.driver.id,
-            cancelled=lambda: self.cancelled,
         )
         """Tells whoever observes the app."""
         self._models = ModelCalls(self, self._port)
@@ -163,6 +162,10 @@ class ExecutionServices:
     def next_call_id(self) -> str:
         """An id that no other call of this execution has."""
         return f"{self._call_prefix}-{next(self._call_ids)}"
+
+    def observed(self, kind: OperationKind, call_id: str, **fields: Any) -> Operation:
+        """A call of a model, a controller or a tool, as observers are told of it; make it in ``with``."""
+        return self.telemetry.begin(kind, call_id, cancelled=lambda: self.cancelled, **fields)
 
     # --- models -------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from retinue.approval_records import unknown_approval
+from retinue.budgets import Spending
 from retinue.config import RuntimeConfig
 from retinue.errors import InputError, LeaseLost, NotFound, RetinueError, SessionConflict, StoreUnavailable
 from retinue.hooks import DeactivationReason
@@ -82,6 +83,8 @@ class Session:
         self.on_leaving: Callable[[DeactivationReason], Awaitable[None]] | None = None
         """Called on the way out: nothing runs any more, and the lease is still held."""
         self.runs_started = 0
+        self._spent = Spending()
+        """By the runs that have ended."""
         self.resources = SessionResources()
         self._config = config
         self._environment = environment
@@ -246,6 +249,7 @@ class Session:
             await run.execute()
         finally:
             self._running = None
+            self._spent += run.tree.ledger.spending
             if run.fenced:
                 self._fenced = True
             self._free_slot()
@@ -520,6 +524,11 @@ class Session:
             why = f"the store has not answered for {STORE_WAIT:.0f} s"
             self._running.interrupt(why, StoreUnavailable.code)
             self.watch.over()
+
+    @property
+    def spent(self) -> Spending:
+        """What the runs of this activation used so far."""
+        return self._spent if self._running is None else self._spent + self._running.tree.ledger.spending
 
     @property
     def fenced(self) -> bool:

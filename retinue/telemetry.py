@@ -3,8 +3,8 @@
     run.start ──> controller.start, .result ──> model.start, .result ──> tool.start, .result ──> run.complete
 
 Every start has exactly one end. Observers are called where the work is done: in its process, on its user
-loop, and but for ``run.complete`` in its context: OpenTelemetry's current span as an observer sets it at a start
-is that of the work until its end.
+loop, and but for ``run.complete`` in its context: OpenTelemetry's current span as an observer sets it at a
+start is that of the work until its end.
 """
 
 from __future__ import annotations
@@ -112,16 +112,10 @@ class TelemetryBus:
         observers: of the app.
         request: of the run or delegate.
         agent_name: see :attr:`TelemetryEvent.agent_name`.
-        cancelled: whether the execution is being cancelled; what ends then counts as cancelled.
     """
 
     def __init__(
-        self,
-        observers: Sequence[TelemetryObserver],
-        request: RunRequest,
-        *,
-        agent_name: str,
-        cancelled: Callable[[], bool] = lambda: False,
+        self, observers: Sequence[TelemetryObserver], request: RunRequest, *, agent_name: str
     ) -> None:
         self._observers = observers
         self.observed = bool(observers)
@@ -137,7 +131,6 @@ class TelemetryBus:
             "parent_run_id": request.parent_run_id,
             "agent_name": agent_name,
         }
-        self.cancelled = cancelled
         self.usage = Usage()
         """What the model calls of this execution used that have ended, as far as providers say."""
         self.trace: dict[str, str] = dict(request.trace)
@@ -154,14 +147,17 @@ class TelemetryBus:
             wants = content is not None and getattr(observer, "content", False) is True
             _tell(observer, msgspec.structs.replace(event, content=content) if wants else event)
 
-    def begin(self, kind: OperationKind, call_id: str, **fields: Any) -> Operation:
+    def begin(
+        self, kind: OperationKind, call_id: str, *, cancelled: Callable[[], bool], **fields: Any
+    ) -> Operation:
         """An operation that is made in ``with``; it starts there, and the end of the block is its one end.
 
         Args:
             call_id: unique for this execution.
+            cancelled: whether whoever makes it is being cancelled; what ends then counts as cancelled.
             fields: of all its events.
         """
-        return Operation(self, kind, {"call_id": f"{self._base['run_id']}:{call_id}", **fields})
+        return Operation(self, kind, cancelled, {"call_id": f"{self._base['run_id']}:{call_id}", **fields})
 
     def run_started(self) -> None:
         """The driver is about to run, in the context that this is called in."""
@@ -192,9 +188,12 @@ class TelemetryBus:
 class Operation:
     """A call of a model, a controller or a tool, from its start to its one end; use it in ``with``."""
 
-    def __init__(self, bus: TelemetryBus, kind: OperationKind, fields: dict[str, Any]) -> None:
+    def __init__(
+        self, bus: TelemetryBus, kind: OperationKind, cancelled: Callable[[], bool], fields: dict[str, Any]
+    ) -> None:
         self._bus = bus
         self._kind = kind
+        self._cancelled = cancelled
         self._fields = fields
         self._began = 0.0
         self._put_context_back: Callable[[], None] = lambda: None
@@ -221,7 +220,7 @@ class Operation:
             bus.usage += self.usage
         ended: dict[str, Any] = {"duration": time.monotonic() - self._began}
         failed = "result" if self._kind == "tool" else "error"
-        if bus.cancelled() or isinstance(error, asyncio.CancelledError):
+        if self._cancelled() or isinstance(error, asyncio.CancelledError):
             outcome, status = failed, "cancelled"
         elif error is not None:
             outcome, status = failed, "error"

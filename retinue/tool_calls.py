@@ -263,7 +263,7 @@ class ToolCalls:
     async def _observed(self, ready: _Ready) -> ToolOutput:
         """Run it, with whoever observes the run told of it."""
         telemetry, call = self.services.telemetry, ready.call
-        told = telemetry.begin("tool", ready.attempt.id, tool_name=call.name, tool_call_id=call.id)
+        told = self.services.observed("tool", ready.attempt.id, tool_name=call.name, tool_call_id=call.id)
         if telemetry.wants_content:
             told.content = TelemetryContent(arguments=copy.deepcopy(call.arguments))
         with told:
@@ -337,7 +337,7 @@ class ToolCalls:
             )
         failed = True
         try:
-            with self.services.telemetry.begin("tool", attempt.id, tool_name=name, tool_call_id=call_id):
+            with self.services.observed("tool", attempt.id, tool_name=name, tool_call_id=call_id):
                 value = await execute(given)
             failed = False
             return value

@@ -219,7 +219,8 @@ def _wire_part(part: TextPart | ImagePart | AudioPart | FilePart) -> dict[str, A
     if isinstance(part, ImagePart):
         if part.data.startswith(("http://", "https://")):
             return {"type": "image", "source": {"type": "url", "url": part.data}}
-        kind, data = part.mime_type or "image/png", part.data
+        kind: str = part.mime_type or "image/png"
+        data = part.data
         if data.startswith("data:"):
             head, _, data = data.partition(",")
             kind = head.removeprefix("data:").partition(";")[0] or kind

@@ -17,6 +17,7 @@ import pickle
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -257,12 +258,12 @@ class _Kit:
         await _nothing_left(before, busy)
         if isinstance(self._client, StreamingModelClient):
             begun = asyncio.Event()
-            asking = asyncio.ensure_future(self._stream(request, begun))
+            streaming = asyncio.ensure_future(self._stream(request, begun))
             waiting = asyncio.ensure_future(begun.wait())
-            await asyncio.wait([asking, waiting], timeout=LIMIT, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([streaming, waiting], timeout=LIMIT, return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
-            _expect(not asking.done(), "a stream that answers long_prompt takes longer than a moment")
-            await _cancelled(asking)
+            _expect(not streaming.done(), "a stream that answers long_prompt takes longer than a moment")
+            await _cancelled(streaming)
             await _nothing_left(before, busy)
         self.checked.append("cancellation under way")
 
@@ -324,7 +325,7 @@ async def _read(
     return _checked(assembly.response()), chunks
 
 
-async def _cancelled(asking: asyncio.Future[object]) -> None:
+async def _cancelled(asking: asyncio.Future[Any]) -> None:
     asking.cancel()
     await asyncio.wait([asking], timeout=PATIENCE)
     _expect(asking.done(), f"a cancelled request ends within {PATIENCE:g} s")

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
-from retinue import Grants, Identity, Message, ModelResponse, PolicyContext, RunRequest
+from retinue import BudgetSnapshot, Grants, Identity, Message, ModelResponse, PolicyContext, RunRequest
 from retinue.config import RuntimeConfig
 from retinue.events import CompactionPayload
 from retinue.messages import encode_message
-from retinue.protocol import Compacting, PrepareModel
+from retinue.protocol import Compacting, ParticipantMessage, PrepareModel, RootReply, SettleModel
 from retinue.services import ExecutionServices
+from retinue.tool_process import LocalTasks
 from tests.support import trivial
 
 GRANTED = Grants(tool_ids=["look", "write"], model_roles=["main", "judge"])
 
 
-class PolicyServices:
-    """The part of :class:`ExecutionServices` that policies use.
+class NoRoot:
+    """A port behind which nobody is: policies are not asked for what needs a root."""
+
+    steer_waits = False
+
+    @property
+    def budget(self) -> BudgetSnapshot:
+        raise AssertionError("there is no budget here")
+
+    async def ask(self, message: ParticipantMessage) -> RootReply:
+        raise AssertionError(f"nobody answers {message!r}")
+
+    def tell(self, message: ParticipantMessage) -> None:
+        raise AssertionError(f"nobody hears {message!r}")
+
+    async def settle(self, message: SettleModel) -> None:
+        raise AssertionError(f"nobody settles {message!r}")
+
+
+class PolicyServices(ExecutionServices):
+    """Services of one participant, of whom only policies ask something.
 
     Args:
         answers: texts or whole answers of control calls, in order; an exception is raised.
@@ -35,18 +56,21 @@ class PolicyServices:
         self.answers = list(answers)
         self.asked: list[tuple[str, list[Message], int | None, float | None]] = []
         self.told: list[CompactionPayload] = []
-        self.participant = run_id if participant else ""
-        self.config = RuntimeConfig(driver=trivial, grants=grants, **config)
-        self.budget = None
-        self.request = RunRequest(
-            input="x",
-            identity=Identity(tenant_id="t", user_id="u"),
-            session_id="s",
-            run_id=run_id,
-            attempt_id="attempt",
-            root_run_id="run",
-            participant=participant,
-            grants=grants,
+        super().__init__(
+            request=RunRequest(
+                input="x",
+                identity=Identity(tenant_id="t", user_id="u"),
+                session_id="s",
+                run_id=run_id,
+                attempt_id="attempt",
+                root_run_id="run",
+                participant=participant,
+                grants=grants,
+            ),
+            config=RuntimeConfig(driver=trivial, grants=grants, **config),
+            port=cast(Any, NoRoot()),
+            threads=ThreadPoolExecutor(1),
+            tasks=LocalTasks(),
         )
 
     async def control_model(
@@ -63,18 +87,14 @@ class PolicyServices:
             raise answer
         return ModelResponse(text=answer) if isinstance(answer, str) else answer
 
-    def tell(self, message: object) -> None:
+    def tell(self, message: ParticipantMessage) -> None:
         assert isinstance(message, Compacting)
         assert message.participant == self.participant
         self.told.append(message.payload)
 
     @property
-    def as_services(self) -> ExecutionServices:
-        return cast(ExecutionServices, self)
-
-    @property
     def context(self) -> PolicyContext:
-        return PolicyContext(self.as_services)
+        return PolicyContext(self)
 
 
 def asking(

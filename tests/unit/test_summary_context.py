@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retinue import (
@@ -284,6 +284,7 @@ def talks(draw: st.DrawFn) -> list[Message]:
     return messages
 
 
+@settings(deadline=None)
 @given(
     talks(),
     st.sampled_from(["user_turn", "tool_roundtrip"]),

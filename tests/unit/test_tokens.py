@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from retinue import Message, ToolCall
+from retinue import Message, ModelRequest, ToolCall
+from retinue.errors import Unsupported
 from retinue.messages import TextPart, assistant, user
 from retinue.models import ToolSchema
-from retinue.tokens import estimate_messages, estimate_text
+from retinue.tokens import estimate_messages, estimate_request, estimate_text
+from tests.support import FunctionModel
 
 
 @pytest.mark.parametrize(
@@ -16,6 +18,8 @@ from retinue.tokens import estimate_messages, estimate_text
         ("gpt-4o", 3.3),
         ("gpt-3.5-turbo", 3.3),
         ("o3-mini", 3.3),
+        ("openai/o1", 3.3),
+        ("proto3-mini", 3.0),
         ("claude-sonnet", 3.2),
         ("gemini-pro", 3.4),
         ("llama", 3.0),
@@ -43,3 +47,13 @@ def test_calls_extras_parts_and_tools_count() -> None:
     assert estimate_messages([user([TextPart("x" * 30)])]) > estimate_messages([user("x" * 30)])
     schema = ToolSchema("n", "d", {})
     assert estimate_messages([], [schema]) == -(-len('{"name":"n","description":"d","parameters":{}}') // 3)
+
+
+def test_the_applications_estimate_goes_before_characters_and_must_be_a_number() -> None:
+    request = ModelRequest(messages=[user("x" * 30)], tools=[ToolSchema("n", "d", {})])
+    model = FunctionModel()
+    assert estimate_request(request, model) == estimate_messages(request.messages, request.tools)
+    assert estimate_request(request, model, lambda asked, client: 7 if client is model else 0) == 7
+    for wrong in (-1, 1.5, True, None, "7"):
+        with pytest.raises(Unsupported, match="estimate_input_tokens"):
+            estimate_request(request, model, lambda asked, client, wrong=wrong: wrong)  # type: ignore[misc]

@@ -75,7 +75,7 @@ def busy_slots(address: str) -> int:
 
 
 def _serve(file: str) -> None:
-    import xllamacpp
+    import xllamacpp  # type: ignore[import-untyped]
 
     parameters = xllamacpp.CommonParams()
     parameters.model.path = file

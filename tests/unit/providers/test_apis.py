@@ -17,7 +17,7 @@ from pydantic_ai.models.test import TestModel
 
 from retinue import Message, ModelRequest, ModelResponse, ToolCall, Usage
 from retinue.errors import ModelFailed, ValidationFailed
-from retinue.messages import FilePart, ImagePart, TextPart, assistant, system, tool_result, user
+from retinue.messages import FilePart, ImagePart, Part, TextPart, assistant, system, tool_result, user
 from retinue.models import ModelClient, StreamingModelClient, ToolSchema, capabilities_of
 from retinue.providers.anthropic_messages import AnthropicModel
 from retinue.providers.openai_responses import OpenAIResponsesModel
@@ -130,7 +130,11 @@ async def test_responses_of_other_providers_are_sent_as_text_and_calls(
         tool_calls=(ToolCall("c", "docs/look:at", {"what": "é"}),),
         extras={"anthropic.messages": {"content": []}},
     )
-    parts = [TextPart("see"), ImagePart("aGk=", "image/png"), FilePart("aGk=", "application/pdf", "a.pdf")]
+    parts: list[Part] = [
+        TextPart("see"),
+        ImagePart("aGk=", "image/png"),
+        FilePart("aGk=", "application/pdf", "a.pdf"),
+    ]
     await responses.generate(ModelRequest(messages=[user(parts), other, tool_result("c", "y")], tools=[LOOK]))
     sent = server.requests[-1]["input"]
     assert [part["type"] for part in sent[0]["content"]] == ["input_text", "input_image", "input_file"]

@@ -102,7 +102,7 @@ class FinishesTwice(Wrong):
 
 
 class NoStream(Wrong):
-    async def stream(self, request: ModelRequest) -> Any:
+    async def stream(self, request: ModelRequest) -> Any:  # type: ignore[override]
         return []
 
 
@@ -117,6 +117,6 @@ class NoCopies(Wrong):
      NoCopies],
 )  # fmt: skip
 async def test_what_is_wrong_is_found(client: type[Wrong]) -> None:
-    assert await check_model_contract(Wrong())
+    assert (await check_model_contract(Wrong())).checked
     with pytest.raises(ModelContractBroken):
         await check_model_contract(client())
