@@ -1,8 +1,8 @@
 """Metrics of this cluster for Ray: what ``statistics()`` reports, as gauges and counters named ``retinue_*``.
 
-Each process reports what it has, every few seconds, from its control loop. Ray adds the worker and the node, and
-exports to Prometheus where the cluster has a metrics agent (``ray[default]``); elsewhere nothing is recorded.
-No metric has a tenant, a user or a session: their number has no bound.
+Each process reports what it has, every few seconds, from its control loop. Ray adds the worker and the node,
+and exports to Prometheus where the cluster has a metrics agent (``ray[default]``); elsewhere nothing is
+recorded. No metric has a tenant, a user or a session: their number has no bound.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def metrics_are_exported() -> bool:
     """Whether this node has an agent that metrics go to; asks the cluster, so call it in a thread."""
     try:
         here = ray.get_runtime_context().get_node_id()
-        return any(node["NodeID"] == here and node["MetricsExportPort"] > 0 for node in ray.nodes())
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        return any(node["NodeID"] == here and node["MetricsExportPort"] > 0 for node in nodes)
     except Exception as error:  # of a cluster that is just ending, or a Ray that says it otherwise
         _log.debug("whether metrics are exported is not known: %r", error)
         return False

@@ -1,7 +1,7 @@
 """Retinue: agent sessions as actors on Ray.
 
 The public names. What is not here (or in :mod:`retinue.errors`, :mod:`retinue.events`,
-:mod:`retinue.providers` and :mod:`retinue.testing`) is private.
+:mod:`retinue.logs`, :mod:`retinue.providers` and :mod:`retinue.testing`) is private.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ from retinue.run_input import RUN_INPUT_LIMITS, parse_run_input, validate_run_in
 from retinue.runtime import Runtime
 from retinue.services import ExecutionServices
 from retinue.snapshots import SessionSnapshot
+from retinue.spans import open_telemetry
 from retinue.summary_context import summary_context_policy
 from retinue.team_driver import team_driver
 from retinue.teams import Team
-from retinue.telemetry import TelemetryEvent, TelemetryObserver
+from retinue.telemetry import TelemetryContent, TelemetryEvent, TelemetryObserver
 from retinue.tool_context import TaskContext, ToolContext
 from retinue.tool_options import ToolOptions
 from retinue.tools import Tool, tool
@@ -123,6 +124,7 @@ __all__ = [
     "StreamingModelClient",
     "TaskContext",
     "Team",
+    "TelemetryContent",
     "TelemetryEvent",
     "TelemetryObserver",
     "TextPiece",
@@ -137,6 +139,7 @@ __all__ = [
     "agent_driver",
     "capabilities_of",
     "connect",
+    "open_telemetry",
     "parse_run_input",
     "reflection_policy",
     "request_input_tool",

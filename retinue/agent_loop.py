@@ -59,6 +59,8 @@ class AgentRun:
                     roundtrips=roundtrips,
                     depth=services.request.depth,
                     max_depth=_within(agent.max_child_depth, DEFAULT_CHILD_DEPTH, limits.max_child_depth),
+                    policy=agent.execution_policy,
+                    app_policy=services.config.execution_policy,
                 )
             )
         _check_names(agent, tools, services)
@@ -77,15 +79,15 @@ class AgentRun:
 
         A provider that cannot answer now is asked again, unless people have seen a part of the answer.
         """
-        shown: list[str] = []
+        seen: list[TextPiece] = []
         return await retried(
-            lambda: self._ask(conversation, shown),
+            lambda: self._ask(conversation, seen),
             self.agent.model_retries,
-            may_repeat=lambda: not shown and not self.services.cancelled,
+            may_repeat=lambda: not seen and not self.services.cancelled,
         )
 
     async def _ask(
-        self, conversation: Sequence[Message], shown: list[str]
+        self, conversation: Sequence[Message], seen: list[TextPiece]
     ) -> tuple[ModelResponse, Sequence[PublicMessage]]:
         services, agent = self.services, self.agent
         granted = services.request.grants.tool_ids
@@ -108,12 +110,13 @@ class AgentRun:
         )
         async with stream:
             async for chunk in stream:
-                if isinstance(chunk, TextPiece) and chunk.phase != "reasoning_summary":
-                    services.emit_text(chunk.text)
-                    shown.append(chunk.text)
+                if isinstance(chunk, TextPiece) and chunk.text:
+                    seen.append(chunk)
+                    if chunk.phase != "reasoning_summary":
+                        services.emit_text(chunk.text)
         response = stream.response
         check_answer(agent.name, response)
-        emitted = "".join(shown)
+        emitted = "".join(chunk.text for chunk in seen if chunk.phase != "reasoning_summary")
         if response.text != emitted and response.text.startswith(emitted):  # the rest came with the finish
             services.emit_text(response.text[len(emitted) :])
         return response, stream.messages

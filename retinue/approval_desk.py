@@ -227,13 +227,17 @@ class ApprovalDesk:
         check_same(stands, decision)
         return stands
 
-    async def decided_by_callback(self, approval_id: str, answer: object) -> None:
-        """What ``Approvals.on_request`` said: only ``True`` approves, and ``None`` leaves it to others."""
+    async def decided_by_callback(self, approval_id: str, answer: object, why: str = "") -> None:
+        """What ``Approvals.on_request`` said: only ``True`` approves, and ``None`` leaves it to others.
+
+        Args:
+            why: the reason that is stored with it.
+        """
         asked = self._asked.get(approval_id)
         if answer is None or asked is None or not asked.waits:
             return
         state: ApprovalState = "approved" if answer is True else "denied"
-        reason = "" if isinstance(answer, bool) else f"on_request gave {answer!r:.80}, not True or False"
+        reason = why if isinstance(answer, bool) else f"on_request gave {answer!r:.80}, not True or False"
         try:
             await asyncio.shield(self._settle(approval_id, state, APPLICATION, reason))
         except RetinueError as error:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from retinue.drivers import ExecutionDriver
 from retinue.errors import NotShippable, ValidationFailed, error_from_payload
+from retinue.policies import ExecutionPolicy
 from retinue.protocol import AwaitChild, CancelChild, ChildEnded, decode_output
 from retinue.results import DriverOutput
 
 if TYPE_CHECKING:
     from retinue.services import ExecutionServices
+
+T = TypeVar("T")
 
 
 class Delegate:
@@ -59,6 +62,20 @@ class Delegate:
 def _seen(task: asyncio.Task[DriverOutput]) -> None:
     if not task.cancelled():
         task.exception()
+
+
+def without_policy(work: T, policy: ExecutionPolicy | None) -> T:
+    """An agent, and those that it can ask, without a policy of their own that is the app's: the root asks
+    that one, and it need not travel. Anything else as it is."""
+    from retinue.agents import Agent
+
+    if not isinstance(work, Agent) or policy is None:
+        return work
+    own = None if work.execution_policy is policy else work.execution_policy
+    asked = work.subagents
+    if asked is not None and not isinstance(asked, bool):
+        asked = [without_policy(agent, policy) for agent in asked]
+    return dataclasses.replace(work, execution_policy=own, subagents=asked)
 
 
 def pickle_work(work: object, name: str) -> bytes:

@@ -23,7 +23,7 @@ from retinue.events import ModelComplete, Payload
 from retinue.inbox import RunInbox
 from retinue.ledger import BudgetLedger
 from retinue.participants import Participant
-from retinue.policies import Effect, PolicyAction
+from retinue.policies import PolicyAction
 from retinue.protocol import (
     Acknowledged,
     AdmitModel,
@@ -41,7 +41,7 @@ from retinue.protocol import (
     ToolVerdict,
 )
 from retinue.results import error_payload
-from retinue.reviews import Judgement, plan_mode
+from retinue.reviews import Judgement, planned
 
 ALLOWED = ToolVerdict(allowed=True)
 
@@ -302,21 +302,20 @@ class Gate:
         """The verdict where nobody has to be asked."""
         if self._config.execution_policy is not None or (participant.account, attempt.id) in self._reviews:
             return None
-        return self._applied("allow", "", attempt.effect, attempt)
+        return self._applied(self._judgement(attempt), attempt)
 
-    def _applied(
-        self, action: PolicyAction, reason: str, effect: Effect, attempt: ToolAttempt
-    ) -> ToolVerdict | None:
+    def _judgement(self, attempt: ToolAttempt, judged: Judgement | None = None) -> Judgement:
+        """The decision about an attempt, of the policy where there is one, as the mode of the run has it."""
+        return planned(judged or Judgement(action="allow", effect=attempt.effect), self._request.run_mode)
+
+    def _applied(self, judged: Judgement, attempt: ToolAttempt) -> ToolVerdict | None:
         """What follows from a decision; ``None`` where a person must approve."""
-        if self._request.run_mode == "plan":
-            action, said = plan_mode(action, effect)
-            reason = reason or said
-        if action == "deny":
-            return ToolVerdict(denial="policy", reason=reason or f"{attempt.tool_name} is not allowed")
-        if not self._asks(action, attempt):
+        if judged.action == "deny":
+            return ToolVerdict(denial="policy", reason=judged.reason or f"{attempt.tool_name} is not allowed")
+        if not self._asks(judged.action, attempt):
             return ALLOWED
         if self._desk is None:
-            why = _asked_because(action, reason, attempt) or f"{attempt.tool_name} needs an approval"
+            why = _asked_because(judged, attempt) or f"{attempt.tool_name} needs an approval"
             return ToolVerdict(
                 denial="approval_required", reason=f"{why}; nobody can be asked (config.approvals)"
             )
@@ -339,17 +338,17 @@ class Gate:
         return review
 
     async def _reviewed(self, participant: Participant, attempt: ToolAttempt) -> ToolVerdict:
-        judged = Judgement(action="allow", reason="", effect=attempt.effect)
+        judged = None
         if self._config.execution_policy is not None:
             assert self.policies is not None
             try:
                 judged = await self.policies.review(participant.request, attempt, self.revision)
             except PoliciesStopped:
                 return self._cancelled(participant)
-        verdict = self._applied(judged.action, judged.reason, judged.effect, attempt)
+        judged = self._judgement(attempt, judged)
+        verdict = self._applied(judged, attempt)
         if verdict is None and self.stopping(participant) is None:
-            why = _asked_because(judged.action, judged.reason, attempt)
-            verdict = await self._approved(participant, attempt, why)
+            verdict = await self._approved(participant, attempt, _asked_because(judged, attempt))
         if self.stopping(participant) is not None:
             return self._cancelled(participant)
         assert verdict is not None
@@ -389,9 +388,10 @@ class Gate:
         return task
 
 
-def _asked_because(action: PolicyAction, reason: str, attempt: ToolAttempt) -> str:
-    """Why a person is asked: as the app's policy says, or the agent's; empty where a rule wants it."""
-    return (reason if action == "ask" else "") or attempt.ask or ""
+def _asked_because(judged: Judgement, attempt: ToolAttempt) -> str:
+    """Why a person is asked: as the app's policy says, or the agent's, or a plan; empty where a rule wants
+    it."""
+    return (judged.reason if judged.action == "ask" else "") or attempt.ask or ""
 
 
 def _seen(review: asyncio.Task[ToolVerdict]) -> None:

@@ -163,8 +163,8 @@ _options: LogOptions | None = None
 def _checked_level(level: str | int | None) -> str:
     if level is None or level == "":
         return "INFO"
-    name = logging.getLevelName(level) if isinstance(level, int) else level.strip().upper()
-    if not isinstance(name, str) or name not in logging.getLevelNamesMapping():
+    name: str = logging.getLevelName(level) if isinstance(level, int) else level.strip().upper()
+    if name not in logging.getLevelNamesMapping():
         known = ", ".join(each.lower() for each in logging.getLevelNamesMapping())
         raise ValidationFailed(f"there is no log level {level!r:.40}; there are {known}", path="level")
     return name

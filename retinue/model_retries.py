@@ -7,6 +7,7 @@ budget at the latest, and what they cost is seen.
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -50,7 +51,8 @@ async def retried(
         if not isinstance(error, ModelFailed) or not error.retryable or not may_repeat():
             return False
         asked = error.retry_after
-        return True if asked is None else min(float(asked), LONGEST_WAIT)
+        # A little later than asked: all who were told the same would come at once.
+        return True if asked is None else min(float(asked), LONGEST_WAIT) + random.uniform(0, FIRST_WAIT)
 
     async for one in stamina.retry_context(
         on=waits,

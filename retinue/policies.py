@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -42,10 +42,10 @@ class CallUnderReview:
 
 @runtime_checkable
 class ExecutionPolicy(Protocol):
-    """Decides about every tool call and effect of a run and its delegates, at the root, once.
+    """Decides about every tool call and effect of a run and its delegates, at the root, once; sync or async.
 
     It may also have ``resolve_effect(call, ctx) -> Effect``, sync or async, which plan mode asks instead of
     what the tool declares. What it raises fails the call as a denial of the kind ``policy``.
     """
 
-    async def decide(self, call: CallUnderReview, ctx: PolicyContext) -> Decision: ...
+    def decide(self, call: CallUnderReview, ctx: PolicyContext) -> Awaitable[Decision] | Decision: ...

@@ -17,7 +17,7 @@ from retinue.gate import PoliciesStopped
 from retinue.policies import CallUnderReview
 from retinue.policy_context import PolicyContext
 from retinue.protocol import ModelPrepared, PrepareModel, ToolAttempt
-from retinue.reviews import Judgement, review
+from retinue.reviews import CHANGED, ArgumentsChanged, Judgement, review
 from retinue.services import ExecutionServices
 from retinue.steps import StepPreparation
 from retinue.workers import Workers
@@ -136,9 +136,12 @@ class RunPolicies:
         approvals = self._context(self._request, 0).config.approvals
         if approvals is None or approvals.on_request is None:
             return None
-        answer = approvals.on_request(copy.deepcopy(request))
+        shown = copy.deepcopy(request)
+        answer = approvals.on_request(shown)
         if isinstance(answer, Awaitable):
             answer = await answer
+        if answer is True and shown.arguments != request.arguments:
+            raise ArgumentsChanged(CHANGED)
         return answer
 
 

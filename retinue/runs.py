@@ -45,6 +45,7 @@ from retinue.protocol import (
 )
 from retinue.resources import SessionResources
 from retinue.results import Reason, RunResult, error_text
+from retinue.reviews import ArgumentsChanged
 from retinue.run_ending import Ending, RunEnding, SessionState, status_of_cancel
 from retinue.run_events import EventSource, RunEvents
 from retinue.run_policies import RunPolicies
@@ -299,14 +300,17 @@ class Run:
     async def _tell(self, request: ApprovalRequest) -> None:
         assert self._policies is not None
         assert self.desk is not None
+        why = ""
         try:
             answer = await self._policies.decide(request)
         except PoliciesStopped:
             return
+        except ArgumentsChanged as error:
+            answer, why = False, str(error)
         except Exception as error:
             logger.warning("Approvals.on_request failed for %s: %s", request.id, error_text(error))
             return
-        await self.desk.decided_by_callback(request.id, answer)
+        await self.desk.decided_by_callback(request.id, answer, why)
 
     def cancel(self, reason: str) -> Receipt:
         """Stop the run with everything below it. Only the first call counts; none does after the end."""

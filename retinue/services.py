@@ -18,7 +18,7 @@ import msgspec
 from retinue.artifacts import check_artifact
 from retinue.budgets import Budgets, BudgetSnapshot, UsageReport
 from retinue.current_work import current_trace
-from retinue.delegates import Delegate, pickle_work
+from retinue.delegates import Delegate, pickle_work, without_policy
 from retinue.deltas import Deltas, OrderedPort, text_size
 from retinue.drivers import ExecutionDriver, RunRequest
 from retinue.errors import (
@@ -356,7 +356,7 @@ class ExecutionServices:
             input=check_content(input),
             budgets=budgets,
             placement=placement,
-            work=pickle_work(work, label),
+            work=pickle_work(without_policy(work, self.config.execution_policy), label),
             trace=current_trace(),
         )
         child = Delegate(self, spawn.child_run_id, spawn.name)

@@ -11,17 +11,17 @@ Needs ``retinue[telemetry]``. The observer is picklable; what it exports with is
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from retinue.budgets import Usage
 from retinue.errors import ValidationFailed
-from retinue.ids import new_id
 from retinue.messages import Message
 from retinue.models import ModelResponse
 from retinue.telemetry import TelemetryContent, TelemetryEvent
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.metrics import Histogram, MeterProvider
     from opentelemetry.trace import Span, TracerProvider
+
+logger = logging.getLogger(__name__)
 
 SEMCONV_VERSION = "1.41.1"
 """Version of the semantic conventions whose names are used here. Those for generative AI are not stable yet:
@@ -50,11 +52,11 @@ class OpenTelemetryObserver:
     provider: Callable[[], TracerProvider] | None
     meter_provider: Callable[[], MeterProvider] | None
     endpoint: str | None
-    key: str = field(default_factory=lambda: new_id("observer"))
-    """Copies of one observer share what they export with, in each process."""
 
     def observe(self, event: TelemetryEvent) -> None:
-        _spans_of(self).take(event)
+        spans = _spans_of(self)
+        if spans is not None:
+            spans.take(event)
 
 
 def open_telemetry(
@@ -124,7 +126,8 @@ class Spans:
         kind, _, point = event.type.partition(".")
         key = kind, event.call_id or event.run_id
         if point == "start":
-            self._open[key] = self._begin(event, kind)
+            if key not in self._open:  # the same observer may be there twice
+                self._open[key] = self._begin(event, kind)
             return
         span = self._open.pop(key, None)
         if span is None:  # the observer failed at its start
@@ -202,18 +205,29 @@ class _Flush:
 
 
 _lock = threading.Lock()
-_spans: dict[str, Spans] = {}
-"""By the key of the observer."""
+_spans: dict[object, Spans | None] = {}
+"""By observer, so that copies of one share what they export with; ``None`` where it cannot be made."""
 
 
-def _spans_of(observer: OpenTelemetryObserver) -> Spans:
-    spans = _spans.get(observer.key)
-    if spans is None:
+def _spans_of(observer: OpenTelemetryObserver) -> Spans | None:
+    key: object = observer
+    try:
+        hash(key)
+    except TypeError:  # a factory that is mutable data
+        key = id(observer)
+    if key not in _spans:
         with _lock:
-            spans = _spans.get(observer.key)
-            if spans is None:
-                spans = _spans[observer.key] = Spans(observer)
-    return spans
+            if key not in _spans:
+                _spans[key] = _made(observer)
+    return _spans[key]
+
+
+def _made(observer: OpenTelemetryObserver) -> Spans | None:
+    try:
+        return Spans(observer)
+    except Exception as error:
+        logger.warning("no spans are made in this process: the provider cannot be had: %r", error)
+        return None
 
 
 # --- attributes -------------------------------------------------------------------------------------------
@@ -221,7 +235,7 @@ def _spans_of(observer: OpenTelemetryObserver) -> Spans:
 
 def _attributes(event: TelemetryEvent, kind: str) -> dict[str, Any]:
     """What is known at the start."""
-    common = {
+    common: dict[str, Any] = {
         "gen_ai.agent.name": event.agent_name,
         "gen_ai.conversation.id": event.session_id,
         "retinue.tenant_id": event.tenant_id,
@@ -230,7 +244,7 @@ def _attributes(event: TelemetryEvent, kind: str) -> dict[str, Any]:
         "retinue.parent_run_id": event.parent_run_id,
         "retinue.call_id": event.call_id,
     }
-    own = {
+    own: dict[str, dict[str, Any]] = {
         "run": {"gen_ai.operation.name": "invoke_agent", "gen_ai.provider.name": _SCOPE},
         "model": {
             "gen_ai.operation.name": "chat",
@@ -253,7 +267,7 @@ def _attributes(event: TelemetryEvent, kind: str) -> dict[str, Any]:
 def _result(event: TelemetryEvent, kind: str) -> dict[str, Any]:
     """What is known at the end."""
     usage = event.usage or Usage()
-    told = {"retinue.status": event.status, "error.type": _error_type(event)}
+    told: dict[str, Any] = {"retinue.status": event.status, "error.type": _error_type(event)}
     if kind == "controller":
         told |= {
             "retinue.controller.decision": event.decision,

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from retinue.agents import DEFAULT_CHILD_ROUNDTRIPS, Agent
 from retinue.errors import RetinueError
+from retinue.policies import ExecutionPolicy
+from retinue.reviews import inherited
 from retinue.tool_context import ToolContext
 from retinue.tool_options import ToolOptions
 from retinue.tools import Tool
@@ -17,7 +19,15 @@ TASK_TOOL = "task"
 """Name of the tool, for grants."""
 
 
-def task_tool(agents: Sequence[Agent], *, roundtrips: int, depth: int, max_depth: int) -> Tool:
+def task_tool(
+    agents: Sequence[Agent],
+    *,
+    roundtrips: int,
+    depth: int,
+    max_depth: int,
+    policy: ExecutionPolicy | None = None,
+    app_policy: ExecutionPolicy | None = None,
+) -> Tool:
     """The tool for one agent run.
 
     Args:
@@ -25,8 +35,13 @@ def task_tool(agents: Sequence[Agent], *, roundtrips: int, depth: int, max_depth
         roundtrips: cap of the agent that asks, which those that it asks keep within.
         depth: of the agent that asks; 0 for the root of a run.
         max_depth: the deepest that an agent may be.
+        policy: of the agent that asks, which binds those that it asks.
+        app_policy: of the app, which the root asks.
     """
-    children = {agent.name: _child(agent, roundtrips) for agent in agents}
+    children = {
+        agent.name: _child(agent, roundtrips, inherited(policy, agent.execution_policy, app_policy))
+        for agent in agents
+    }
     numbers = {name: itertools.count(1) for name in children}
 
     async def task(ctx: ToolContext, agent: str, task: str) -> str:
@@ -56,12 +71,13 @@ def task_tool(agents: Sequence[Agent], *, roundtrips: int, depth: int, max_depth
     return Tool(task, name=TASK_TOOL, description=_description(agents), options=reads)
 
 
-def _child(agent: Agent, roundtrips: int) -> Agent:
+def _child(agent: Agent, roundtrips: int, policy: ExecutionPolicy | None) -> Agent:
     wanted = agent.max_tool_roundtrips
     return dataclasses.replace(
         agent,
         max_tool_roundtrips=min(DEFAULT_CHILD_ROUNDTRIPS if wanted is None else wanted, roundtrips),
         subagents=False,
+        execution_policy=policy,
         on_close=None,  # whoever made it closes it, in the process where it was made
     )
 

@@ -10,6 +10,7 @@ start is that of the work until its end.
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import logging
 import time
@@ -199,6 +200,8 @@ class Operation:
         self._put_context_back: Callable[[], None] = lambda: None
         self.usage: Usage | None = None
         """Of a model call, known or not however it ends."""
+        self.error_code: str | None = None
+        """Told for an error in place of what its class says."""
         self.content: TelemetryContent | None = None
         """Beside the events; ``None`` unless ``bus.wants_content``."""
 
@@ -224,7 +227,8 @@ class Operation:
             outcome, status = failed, "cancelled"
         elif error is not None:
             outcome, status = failed, "error"
-            ended["error_code"] = error.code if isinstance(error, RetinueError) else type(error).__name__
+            code = error.code if isinstance(error, RetinueError) else type(error).__name__
+            ended["error_code"] = self.error_code or code
         else:
             outcome, status = "result", "success"
         content = self.content if status == "success" else None
@@ -239,6 +243,8 @@ _blamed: set[type] = set()
 
 def _tell(observer: TelemetryObserver, event: TelemetryEvent) -> None:
     try:
+        if event.content is not None:  # of its own: what it does to it changes no request and no call
+            event = msgspec.structs.replace(event, content=copy.deepcopy(event.content))
         observer.observe(event)
     except BaseException as error:  # an observer must never matter, whatever it raises
         if type(observer) not in _blamed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pydantic_core
@@ -16,6 +16,9 @@ def snapshot(arguments: Mapping[str, Any]) -> bytes:
     Raises:
         TypeError, ValueError: they are no JSON, so nobody could review them.
     """
+    for name, value in arguments.items():
+        if isinstance(value, Iterator):
+            raise TypeError(f"{name} can be read only once; annotate it as a list")
     plain = pydantic_core.to_jsonable_python(dict(arguments), inf_nan_mode="constants")
     return canonical(plain)
 

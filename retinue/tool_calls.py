@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +26,7 @@ from retinue.policies import CallUnderReview, DenialKind, ExecutionPolicy
 from retinue.policy_context import PolicyContext
 from retinue.protocol import AdmitTools, AwaitVerdict, ToolAttempt, ToolDone, ToolsAdmitted, ToolVerdict
 from retinue.results import error_text
-from retinue.reviews import Judgement, plan_mode, review
+from retinue.reviews import Judgement, graver, planned, raised, review, said
 from retinue.telemetry import TelemetryContent
 from retinue.tool_arguments import snapshot
 from retinue.tool_execution import ToolExecution
@@ -40,6 +39,9 @@ if TYPE_CHECKING:
     from retinue.services import ExecutionServices
 
 T = TypeVar("T")
+
+_Key = tuple[Tool, bytes, bytes]
+"""A tool, the arguments as it takes them, and as the model gave them: reviewers need not see all of them."""
 
 SHOWN = 2_000
 """Characters of a result that was too large, which the model gets with the id of the artifact."""
@@ -74,18 +76,20 @@ class _Ready:
     arguments: dict[str, Any]
     attempt: ToolAttempt
     snapshot: bytes | None
-    """Of the arguments, where somebody reviews them."""
+    """Of the arguments, where somebody reviews or compares them."""
+    key: _Key | None
+    """What this call has in common with one that is the same, where the two can be told to be."""
 
 
 @dataclass
 class _Repeats:
     """How often the last call was made in a row."""
 
-    what: tuple[str, bytes] | None = None
+    what: _Key | None = None
     times: int = 0
 
-    def note(self, what: tuple[str, bytes]) -> int:
-        self.times = self.times + 1 if what == self.what else 1
+    def note(self, what: _Key | None) -> int:
+        self.times = self.times + 1 if what is not None and what == self.what else 1
         self.what = what
         return self.times
 
@@ -97,8 +101,8 @@ class ToolCalls:
     services: ExecutionServices
     port: RootPort
     _overdue: list[_Overdue] = field(default_factory=list)
-    _cache: dict[tuple[str, bytes], ToolResult] = field(default_factory=dict)
-    """Results by tool and arguments; an execution is of one run of one session of one user."""
+    _cache: dict[_Key, ToolResult] = field(default_factory=dict)
+    """An execution is of one run of one session of one user."""
     _repeats: _Repeats = field(default_factory=_Repeats)
 
     async def dispatch(self, call: ToolCall, rules: CallRules) -> ToolResult:
@@ -118,12 +122,18 @@ class ToolCalls:
         work = [(ready, next(verdicts) if isinstance(ready, _Ready) else None) for ready in prepared]
         results: list[ToolResult] = []
         for start in range(0, len(work), TOOL_CONCURRENCY):
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._one(ready, verdict, rules))
+            # What fails a call fails the run, as the error that it is, when the others of its slice are done.
+            outcomes = await asyncio.gather(
+                *(
+                    self._one(ready, verdict, rules)
                     for ready, verdict in work[start : start + TOOL_CONCURRENCY]
-                ]
-            results.extend(task.result() for task in tasks)
+                ),
+                return_exceptions=True,
+            )
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                results.append(outcome)
         return results
 
     async def _one(
@@ -150,6 +160,8 @@ class ToolCalls:
         if self._runs_still(call):
             why = "an earlier call with these arguments timed out and is still running"
             return self._done(call, f"{call.name} was not called: {why}", error=True)
+        if self.services.cancelled:
+            return self._denied(call, "cancelled", "the run is being cancelled")
         return await self._reviewed(call, found, arguments, rules)
 
     async def _reviewed(
@@ -157,15 +169,20 @@ class ToolCalls:
     ) -> _Ready | ToolResult:
         """The call as the gate is asked about it, once the agent's own policy has had its say."""
         taken: bytes | None = None
-        if self._is_reviewed(tool, rules):
+        key: _Key | None = None
+        is_compared = tool.options.cache or rules.max_repeats is not None
+        if is_compared or self._is_reviewed(tool, rules):
             try:
                 taken = snapshot(arguments)
+                key = (tool, taken, snapshot(call.arguments)) if is_compared else None
             except (TypeError, ValueError, RecursionError) as error:
-                return self._denied(call, "policy", f"its arguments cannot be reviewed: {error_text(error)}")
+                if self._is_reviewed(tool, rules):
+                    why = f"its arguments cannot be reviewed: {error_text(error)}"
+                    return self._denied(call, "policy", why)
         try:
             required = await _required(tool, taken)
         except Exception as error:
-            return self._denied(call, "policy", f"requires_approval raised {error_text(error)}")
+            return self._denied(call, "policy", f"requires_approval raised {raised(error)}")
         judged = await self._local(call, tool, taken, rules)
         if judged.action == "deny":
             return self._denied(call, "policy", judged.reason or f"{call.name} is not allowed")
@@ -181,7 +198,7 @@ class ToolCalls:
             ask=(judged.reason or "the agent's policy asks") if judged.action == "ask" else None,
             trace=current_trace(),
         )
-        return _Ready(call, tool, arguments, attempt, taken)
+        return _Ready(call, tool, arguments, attempt, taken, key)
 
     def _is_reviewed(self, tool: Tool, rules: CallRules) -> bool:
         config = self.services.config
@@ -189,9 +206,7 @@ class ToolCalls:
             config.execution_policy is not None
             or config.approvals is not None
             or rules.policy is not None
-            or rules.max_repeats is not None
             or tool.options.requires_approval is not None
-            or tool.options.cache
         )
 
     async def _local(self, call: ToolCall, tool: Tool, taken: bytes | None, rules: CallRules) -> Judgement:
@@ -203,14 +218,9 @@ class ToolCalls:
             tool_name=call.name, call_id=call.id, arguments=_decoded(taken), effect=effect
         )
         mode = self.services.request.run_mode
-        judged = await review(rules.policy, under_review, PolicyContext(self.services), mode)
-        action, reason = judged.action, judged.reason
-        if mode == "plan":
-            action, said = plan_mode(action, judged.effect)
-            reason = reason or said
-        # The tool's own word counts at the root too; only a policy's "read" must not replace it there.
-        told = effect if judged.effect == "read" else judged.effect
-        return Judgement(action=action, reason=reason, effect=told)
+        judged = planned(await review(rules.policy, under_review, PolicyContext(self.services), mode), mode)
+        # At the root the tool's own word counts too; a policy of an agent can only say worse.
+        return Judgement(action=judged.action, reason=judged.reason, effect=graver(effect, judged.effect))
 
     # --- the gate -----------------------------------------------------------------------------------------
 
@@ -237,18 +247,14 @@ class ToolCalls:
             return self._denied(call, verdict.denial or "policy", verdict.reason)
         if self.services.cancelled:
             return self._denied(call, "cancelled", "the run is being cancelled")
-        key = None
-        if ready.snapshot is not None:
-            if _taken_again(ready.arguments) != ready.snapshot:
-                return self._denied(call, "policy", "its arguments were changed after they were reviewed")
-            key = (tool.name, ready.snapshot)
-            times = self._repeats.note(key)
-            if rules.max_repeats is not None and times > rules.max_repeats:
-                why = (
-                    f"{call.name} was called with these arguments {rules.max_repeats} times in a row already"
-                )
-                return self._done(call, f"{why}; it was not called again. Go on in another way", error=True)
-        if key is not None and tool.options.cache and (known := self._cache.get(key)) is not None:
+        if ready.snapshot is not None and _taken_again(ready.arguments) != ready.snapshot:
+            return self._denied(call, "policy", "its arguments were changed after they were reviewed")
+        times = self._repeats.note(ready.key)
+        if rules.max_repeats is not None and times > rules.max_repeats:
+            why = f"{call.name} was called with these arguments {rules.max_repeats} times in a row already"
+            return self._done(call, f"{why}; it was not called again. Go on in another way", error=True)
+        key = ready.key if tool.options.cache else None
+        if key is not None and (known := self._cache.get(key)) is not None:
             return self._done(call, known.text, artifact_id=known.artifact_id)
         try:
             output = await self._observed(ready)
@@ -256,7 +262,7 @@ class ToolCalls:
         except ToolProblem as problem:
             return self._done(call, _cut(str(problem), tool), error=True)
         result = self._done(call, text, artifact_id=artifact_id)
-        if key is not None and tool.options.cache:
+        if key is not None:
             self._cache[key] = result
         return result
 
@@ -265,7 +271,8 @@ class ToolCalls:
         telemetry, call = self.services.telemetry, ready.call
         told = self.services.observed("tool", ready.attempt.id, tool_name=call.name, tool_call_id=call.id)
         if telemetry.wants_content:
-            told.content = TelemetryContent(arguments=copy.deepcopy(call.arguments))
+            told.content = TelemetryContent(arguments=call.arguments)
+        told.error_code = ToolFailed.code
         with told:
             output = await self._run(ready.tool, ready.arguments, call)
             if telemetry.wants_content:
@@ -400,9 +407,8 @@ async def _required(tool: Tool, taken: bytes | None) -> bool | None:
     if rule is None or isinstance(rule, bool):
         return rule
     assert taken is not None
-    answer: object = rule(_decoded(taken))
-    if inspect.isawaitable(answer):
-        answer = await answer
+    predicate, arguments = rule, _decoded(taken)
+    answer: object = await said(lambda: predicate(arguments))
     if not isinstance(answer, bool):
         raise TypeError(f"it gave {answer!r:.80}, not a bool")
     return answer

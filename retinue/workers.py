@@ -32,6 +32,7 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self._stopping = False
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._submitted: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -48,7 +49,11 @@ class LoopThread:
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine there; cancelling the future cancels it."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        submitted = asyncio.run_coroutine_threadsafe(work, self.loop)
+        # A loop refers to its tasks weakly: one that nobody waits for would be collected half done.
+        self._submitted.add(submitted)
+        submitted.add_done_callback(self._submitted.discard)
+        return submitted
 
     @property
     def is_current(self) -> bool:

@@ -18,6 +18,7 @@ from retinue.messages import AudioPart, Content, FilePart, ImagePart, Message, T
 from retinue.models import (
     FinishPiece,
     FinishReason,
+    ModelCapabilities,
     ModelChunk,
     ModelRequest,
     ModelResponse,
@@ -25,8 +26,7 @@ from retinue.models import (
     ToolCallPiece,
     UsagePiece,
 )
-from retinue.providers.endpoint import DEFAULT_TIMEOUT, Endpoint, check_server
-from retinue.providers.openai_chat import with_body
+from retinue.providers.endpoint import DEFAULT_TIMEOUT, Endpoint, check_server, with_options
 from retinue.providers.openai_wire import WireNames
 
 if TYPE_CHECKING:
@@ -70,6 +70,10 @@ class AnthropicModel:
     @property
     def model_id(self) -> str:
         return self.model
+
+    @property
+    def capabilities(self) -> ModelCapabilities:
+        return ModelCapabilities()
 
     @property
     def server(self) -> str:
@@ -165,7 +169,7 @@ class AnthropicModel:
             ]
         # The SDK no longer names the temperature, which older models and other servers take.
         further = {} if request.temperature is None else {"temperature": request.temperature}
-        return options | with_body({**further, **request.options})
+        return with_options(options, {**request.options, **further}, self._called)
 
 
 # --- the request ------------------------------------------------------------------------------------------
@@ -296,15 +300,12 @@ class _Pieces:
             case "message_delta":
                 reason = event["delta"].get("stop_reason")
                 chunks = self._count(event.get("usage"), terminal=True)
-                return [*chunks, self._finished(reason)] if reason else chunks
-            case "error":
-                raise _streamed_error(event.get("error"))
-        return []
+                return [*chunks, *self._finished(reason)] if reason else chunks
+        return []  # the SDK raises events that are errors
 
     def _begin(self, place: int, block: dict[str, Any]) -> list[ModelChunk]:
         self._blocks[place] = block
         if block["type"] == "tool_use":
-            self._json[place] = []
             return [ToolCallPiece(index=place, id=block["id"], name=self._names.from_wire(block["name"]))]
         text = block.get("text") if block["type"] == "text" else None
         return [TextPiece(text)] if text else []
@@ -316,8 +317,11 @@ class _Pieces:
                 block["text"] = block.get("text", "") + delta["text"]
                 return [TextPiece(delta["text"])]
             case "input_json_delta":
-                self._json[place].append(delta["partial_json"])
-                return [ToolCallPiece(index=place, arguments=delta["partial_json"])]
+                self._json.setdefault(place, []).append(delta["partial_json"])
+                if block["type"] == "tool_use":  # there are those of the provider's own tools, too
+                    return [ToolCallPiece(index=place, arguments=delta["partial_json"])]
+            case "citations_delta":
+                block["citations"] = [*(block.get("citations") or []), delta["citation"]]
             case "thinking_delta":
                 block["thinking"] = block.get("thinking", "") + delta["thinking"]
             case "signature_delta":
@@ -331,11 +335,19 @@ class _Pieces:
         used = _usage(self._usage)
         return [] if used is None else [UsagePiece(used, terminal=terminal)]
 
-    def _finished(self, reason: object) -> FinishPiece:
+    def _finished(self, reason: object) -> list[ModelChunk]:
         for place, pieces in self._json.items():
             self._blocks[place]["input"] = _parsed("".join(pieces))
         blocks = [self._blocks[place] for place in sorted(self._blocks)]
-        return FinishPiece(_finish(reason, bool(self._json)), extras=_extras(blocks))
+        calls = [place for place, block in self._blocks.items() if block["type"] == "tool_use"]
+        whole: list[
+            ModelChunk
+        ] = [  # some servers give the arguments at once, with the beginning of the block
+            ToolCallPiece(index=place, arguments=json.dumps(self._blocks[place].get("input") or {}))
+            for place in calls
+            if place not in self._json
+        ]
+        return [*whole, FinishPiece(_finish(reason, bool(calls)), extras=_extras(blocks))]
 
 
 def _parsed(text: str) -> Any:
@@ -344,11 +356,3 @@ def _parsed(text: str) -> Any:
         return json.loads(text or "{}")
     except ValueError:
         return {}
-
-
-def _streamed_error(error: object) -> ModelFailed:
-    """An error that came in the middle of a stream."""
-    told = error if isinstance(error, Mapping) else {}
-    kind = told.get("type")
-    retryable = kind in ("overloaded_error", "api_error", "rate_limit_error", "timeout_error")
-    return ModelFailed(f"the stream broke: {told.get('message') or kind}", retryable=retryable)

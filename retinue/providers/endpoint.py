@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
+from retinue.budgets import Usage
 from retinue.errors import ModelFailed, ValidationFailed
 
 DEFAULT_TIMEOUT = 120.0
@@ -31,6 +35,18 @@ _NEVER_CONNECTED = frozenset(
 """Transport errors, by name, after which the request certainly was not sent."""
 _RETRYABLE = frozenset({408, 409, 425, 429})
 """Refusals, beside all from 500 on, after which the same request may be taken."""
+_PASSING = frozenset(
+    {
+        "server_error",
+        "api_error",
+        "rate_limit_exceeded",
+        "rate_limit_error",
+        "overloaded_error",
+        "timeout_error",
+    }
+)
+"""Errors in the midst of an answer, as providers name them, after which it may be asked for again."""
+_OF_STREAMS = frozenset({"stream", "stream_options"})
 
 _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Any, ...], Any]]
 _clients = weakref.WeakKeyDictionary()
@@ -90,12 +106,12 @@ class Endpoint:
     def failure(self, error: Exception, key: str) -> ModelFailed:
         """An error of the SDK as ours: what happened, whether anything began, whether to try again."""
         status = getattr(error, "status_code", None)
-        if isinstance(status, int) and status < 400:  # it came in the middle of a stream
-            said = quote(_message_of(getattr(error, "body", None)) or str(error), key)
-            return ModelFailed(f"the stream of {self.called} broke: {said}", retryable=True)
+        body = getattr(error, "body", None)
+        if isinstance(body, Mapping) and (status is None or status < 400):  # it came in the midst of a stream
+            return self.broke(key, body)
         if isinstance(status, int):
             headers = getattr(getattr(error, "response", None), "headers", None) or {}
-            return self.refused(status, getattr(error, "body", None), headers, key)
+            return self.refused(status, body, headers, key)
         cause = error.__cause__
         kind = type(cause).__name__ if cause is not None else type(error).__name__
         if kind in _NEVER_CONNECTED:
@@ -112,6 +128,19 @@ class Endpoint:
                 f"{self.called} broke the connection ({kind}); look into its log", retryable=True
             )
         return ModelFailed(f"{self.called} failed: {quote(str(error), key)}")
+
+    def broke(self, key: str, body: Mapping[str, Any], usage: Usage | None = None) -> ModelFailed:
+        """An error that the server told of in the midst of its answer: it had begun."""
+        error = body.get("error", body)
+        told = error if isinstance(error, Mapping) else {}
+        kinds = {kind for kind in (told.get("type"), told.get("code")) if isinstance(kind, str | int)}
+        passing = any(passes(kind) if isinstance(kind, int) else kind in _PASSING for kind in kinds)
+        said = quote(_message_of(body) or ", ".join(map(str, kinds)) or "it does not say why", key)
+        return ModelFailed(
+            f"{self.called} failed in the midst of its answer: {said}",
+            retryable=passing or not kinds,
+            usage=None if usage is None else msgspec.to_builtins(usage),
+        )
 
     def refused(self, status: int, body: object, headers: Mapping[str, str], key: str) -> ModelFailed:
         """A status that is no success."""
@@ -136,7 +165,7 @@ class Endpoint:
             f"{self.called} refused with HTTP {status}{f' ({said})' if said else ''}: {step}",
             status=status,
             started=status >= 500,  # what is refused with 4xx was not begun
-            retryable=status in _RETRYABLE or status >= 500,
+            retryable=passes(status) and not _spent(body),
             retry_after=retry_after(headers),
         )
 
@@ -166,19 +195,48 @@ def check_server(name: str, model: object, base_url: str | None, key_env: str) -
         )
 
 
+def with_options(
+    made: Mapping[str, Any], options: Mapping[str, Any], called: str, *, further: Collection[str] = ()
+) -> dict[str, Any]:
+    """A request with further options, which go into its body by their names.
+
+    Args:
+        made: what the client asks for, as the SDK takes it.
+        options: ``ModelRequest.options``.
+        called: the model, for messages.
+        further: other names of what ``made`` has.
+
+    Raises:
+        ModelFailed: an option would replace what was admitted: the model, the messages, the cap, the tools.
+    """
+    taken = sorted(options.keys() & {*made, *further, *_OF_STREAMS})
+    if taken:
+        raise ModelFailed(
+            f"{called}: {', '.join(taken)} cannot be set by options, for the request has it already; take it "
+            "out of what the step controller sets",
+            started=False,
+        )
+    return {**made, "extra_body": dict(options)} if options else dict(made)
+
+
+def passes(status: int) -> bool:
+    """Whether the same request may be taken later than one that was refused with this HTTP status."""
+    return status in _RETRYABLE or status >= 500
+
+
 def retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds after which a server wants to be asked again; ``None`` where it does not say."""
     lower = {name.lower(): value for name, value in headers.items()}
-    with contextlib.suppress(ValueError):
-        if "retry-after-ms" in lower:
-            return max(0.0, float(lower["retry-after-ms"]) / 1000)
-    said = lower.get("retry-after")
-    if said is None:
-        return None
-    with contextlib.suppress(ValueError):
-        return max(0.0, float(said))
-    with contextlib.suppress(ValueError, TypeError):
-        return max(0.0, parsedate_to_datetime(said).timestamp() - time.time())
+    said = lower.get("retry-after", "")
+    ways: tuple[Callable[[], float], ...] = (
+        lambda: float(lower["retry-after-ms"]) / 1000,
+        lambda: float(said),
+        lambda: parsedate_to_datetime(said).timestamp() - time.time(),
+    )
+    for seconds in ways:
+        with contextlib.suppress(LookupError, ValueError, TypeError, OverflowError):
+            if math.isfinite(found := seconds()):
+                return max(0.0, found)
     return None
 
 
@@ -196,6 +254,12 @@ def _message_of(body: object) -> str:
     error = body.get("error", body)
     message = error.get("message") if isinstance(error, Mapping) else error
     return message if isinstance(message, str) else ""
+
+
+def _spent(body: object) -> bool:
+    """The account has nothing left, which waiting does not change; OpenAI says so with 429 too."""
+    error = body.get("error", body) if isinstance(body, Mapping) else None
+    return isinstance(error, Mapping) and "insufficient_quota" in (error.get("code"), error.get("type"))
 
 
 def quote(text: str, key: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -14,8 +14,8 @@ import msgspec
 from retinue.budgets import Usage
 from retinue.errors import ModelFailed
 from retinue.messages import ToolCall
-from retinue.models import ModelChunk, ModelRequest, ModelResponse
-from retinue.providers.endpoint import DEFAULT_TIMEOUT, Endpoint, check_server
+from retinue.models import ModelCapabilities, ModelChunk, ModelRequest, ModelResponse
+from retinue.providers.endpoint import DEFAULT_TIMEOUT, Endpoint, check_server, with_options
 from retinue.providers.openai_wire import (
     StreamPieces,
     WireNames,
@@ -33,6 +33,7 @@ DEFAULT_BASE_URL = "https://api.openai.com/v1"
 MISSING_SDK = "the openai SDK is not installed; install it with: pip install 'retinue[openai]'"
 
 LimitParameter = Literal["max_tokens", "max_completion_tokens"]
+_LIMITS = ("max_tokens", "max_completion_tokens")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class OpenAIChatModel:
     @property
     def model_id(self) -> str:
         return self.model
+
+    @property
+    def capabilities(self) -> ModelCapabilities:
+        return ModelCapabilities()
 
     @property
     def server(self) -> str:
@@ -160,7 +165,8 @@ class OpenAIChatModel:
             options[limit] = request.max_tokens
         if request.temperature is not None:
             options["temperature"] = request.temperature
-        return options | with_body(request.options)
+        capped = _LIMITS if request.max_tokens is not None else ()
+        return with_options(options, request.options, self._called, further=capped)
 
     # --- the answer ---------------------------------------------------------------------------------------
 
@@ -217,8 +223,3 @@ async def _body(stream: AsyncStream[Any]) -> bytes:
         return bytes(await stream.response.aread())
     except Exception as error:
         raise openai.APIConnectionError(request=stream.response.request) from error
-
-
-def with_body(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Further options of a request, as an SDK takes what it may not know: in the body, by their names."""
-    return {"extra_body": dict(options)} if options else {}

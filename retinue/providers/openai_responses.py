@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,8 +31,8 @@ from retinue.models import (
     ToolCallPiece,
     UsagePiece,
 )
-from retinue.providers.endpoint import DEFAULT_TIMEOUT, Endpoint, check_server
-from retinue.providers.openai_chat import DEFAULT_BASE_URL, MISSING_SDK, with_body
+from retinue.providers.endpoint import DEFAULT_TIMEOUT, Endpoint, check_server, with_options
+from retinue.providers.openai_chat import DEFAULT_BASE_URL, MISSING_SDK
 from retinue.providers.openai_wire import WireNames
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ if TYPE_CHECKING:
 EXTRAS = "openai.responses"
 """Key of ``Message.extras`` for the items of an answer."""
 _PHASES: dict[object, ItemPhase] = {"commentary": "commentary", "final": "final", "final_answer": "final"}
+_ENCRYPTED = "reasoning.encrypted_content"
 _WHAT = "response of the responses API"
+_Broke = Callable[[Mapping[str, Any], Usage | None], ModelFailed]
+"""Makes the error for one that came instead of an answer, with what the provider says of it."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class OpenAIResponsesModel:
         except openai.OpenAIError as error:
             raise self._endpoint.failure(error, key) from None
         try:
-            return _response(json.loads(raw.content), names, self._called)
+            return _response(json.loads(raw.content), names, self._called, partial(self._endpoint.broke, key))
         except (ValueError, LookupError, TypeError, AttributeError):
             raise self._endpoint.no_answer(_WHAT, raw.content, key) from None
 
@@ -105,7 +109,7 @@ class OpenAIResponsesModel:
         try:
             stream = await client.responses.create(**options, stream=True)
             try:
-                pieces = _Pieces(names, self._called)
+                pieces = _Pieces(names, partial(self._endpoint.broke, key))
                 async for raw in stream:
                     for chunk in pieces.take(raw.to_dict(warnings=False)):
                         yield chunk
@@ -149,8 +153,6 @@ class OpenAIResponsesModel:
         options: dict[str, Any] = {
             "model": self.model,
             "input": [item for message in request.messages for item in _wire_items(message, names)],
-            "store": False,
-            "include": ["reasoning.encrypted_content"],
         }
         if request.tools:
             options["tools"] = [
@@ -167,9 +169,11 @@ class OpenAIResponsesModel:
             options["max_output_tokens"] = request.max_tokens
         if request.temperature is not None:
             options["temperature"] = request.temperature
+        further: dict[str, Any] = {"store": False, **request.options}
+        further["include"] = list(dict.fromkeys([_ENCRYPTED, *(further.get("include") or [])]))
         if self.reasoning_summary is not None:
-            options["reasoning"] = {"summary": self.reasoning_summary}
-        return options | with_body(request.options)
+            further["reasoning"] = {"summary": self.reasoning_summary, **(further.get("reasoning") or {})}
+        return with_options(options, further, self._called)
 
 
 # --- the request ------------------------------------------------------------------------------------------
@@ -184,7 +188,9 @@ def _wire_items(message: Message, names: WireNames) -> list[dict[str, Any]]:
         return [{"type": "function_call_output", "call_id": message.tool_call_id, "output": message.text}]
     items: list[dict[str, Any]] = []
     if message.role != "assistant" or message.text:
-        items.append({"role": message.role, "content": _wire_content(message.content, message.role)})
+        content = _wire_content(message.content, message.role)
+        # OpenAI does not need the type; llama.cpp does, for what an assistant said.
+        items.append({"type": "message", "role": message.role, "content": content})
     items += [
         {
             "type": "function_call",
@@ -215,22 +221,25 @@ def _wire_part(part: TextPart | ImagePart | AudioPart | FilePart) -> dict[str, A
     if isinstance(part, AudioPart):
         kind = (part.mime_type or "audio/wav").removeprefix("audio/")
         return {"type": "input_audio", "input_audio": {"data": part.data, "format": kind}}
-    data = f"data:{part.mime_type};base64,{part.data}"
+    data = f"data:{part.mime_type or 'application/octet-stream'};base64,{part.data}"
     return {"type": "input_file", "filename": part.filename or "file", "file_data": data}
 
 
 # --- the answer -------------------------------------------------------------------------------------------
 
 
-def _response(answer: Mapping[str, Any], names: WireNames, called: str) -> ModelResponse:
+def _response(answer: Mapping[str, Any], names: WireNames, called: str, broke: _Broke) -> ModelResponse:
     """A whole answer; raises ``TypeError`` or ``LookupError`` for what is none."""
     output = answer["output"]
     if not isinstance(output, list):
         raise TypeError
     used = _usage(answer.get("usage"))
     if answer.get("status") == "failed":
-        raise _failed(called, answer, used)
-    calls = tuple(_tool_call(item, names, called, used) for item in output if item["type"] == "function_call")
+        raise broke(answer.get("error") or {}, used)
+    cut = answer.get("status") == "incomplete"
+    calls = tuple(
+        _tool_call(item, names, called, used, cut) for item in output if item["type"] == "function_call"
+    )
     items = _items(output)
     return ModelResponse(
         text="".join(item.text for item in items if item.phase != "reasoning_summary"),
@@ -238,7 +247,7 @@ def _response(answer: Mapping[str, Any], names: WireNames, called: str) -> Model
         usage=used,
         finish_reason=_finish(answer, bool(calls)),
         extras=_extras(output),
-        items=items if any(item.phase is not None for item in items) else (),
+        items=items,
     )
 
 
@@ -263,15 +272,18 @@ def _extras(output: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return None if plain else {EXTRAS: {"output": [dict(item) for item in output]}}
 
 
-def _tool_call(item: Mapping[str, Any], names: WireNames, called: str, used: Usage | None) -> ToolCall:
+def _tool_call(
+    item: Mapping[str, Any], names: WireNames, called: str, used: Usage | None, cut: bool
+) -> ToolCall:
     name = names.from_wire(item["name"])
     try:
         arguments = json.loads(item.get("arguments") or "{}")
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
+        why = ": the answer was cut at the output cap" if cut else ""
         raise ModelFailed(
-            f"{called} called {name} with arguments that are no JSON object; no tool was run",
+            f"{called} called {name} with arguments that are no JSON object{why}; no tool was run",
             usage=None if used is None else msgspec.to_builtins(used),
         )
     return ToolCall(str(item["call_id"]), name, arguments)
@@ -282,16 +294,6 @@ def _finish(answer: Mapping[str, Any], has_calls: bool) -> FinishReason:
         why = (answer.get("incomplete_details") or {}).get("reason")
         return "content_filter" if why == "content_filter" else "length"
     return "tool_calls" if has_calls else "stop"
-
-
-def _failed(called: str, answer: Mapping[str, Any], used: Usage | None) -> ModelFailed:
-    error = answer.get("error") or {}
-    code = error.get("code")
-    return ModelFailed(
-        f"{called} failed: {error.get('message') or code or 'it does not say why'}",
-        usage=None if used is None else msgspec.to_builtins(used),
-        retryable=code in ("server_error", "rate_limit_exceeded"),
-    )
 
 
 def _usage(reported: object) -> Usage | None:
@@ -311,9 +313,9 @@ def _usage(reported: object) -> Usage | None:
 class _Pieces:
     """Turns the events of one streamed response into chunks."""
 
-    def __init__(self, names: WireNames, called: str) -> None:
+    def __init__(self, names: WireNames, broke: _Broke) -> None:
         self._names = names
-        self._called = called
+        self._broke = broke
         self._calls: dict[int, bool] = {}
         """Places of tool calls in the output, and whether pieces of their arguments came."""
         self._phases: dict[str, ItemPhase | None] = {}
@@ -344,9 +346,9 @@ class _Pieces:
                 return self._finished(event["response"])
             case "response.failed":
                 answer = event["response"]
-                raise _failed(self._called, answer, _usage(answer.get("usage")))
+                raise self._broke(answer.get("error") or {}, _usage(answer.get("usage")))
             case "error":
-                raise ModelFailed(f"{self._called} failed: {event.get('message')}", retryable=True)
+                raise self._broke({name: event.get(name) for name in ("code", "message")}, None)
         return []
 
     def _place(self, event: Mapping[str, Any]) -> int:

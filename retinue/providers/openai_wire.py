@@ -106,6 +106,8 @@ def usage(reported: object) -> Usage | None:
         output_tokens=made,
         reasoning_tokens=_detail(reported, "completion_tokens_details", "reasoning_tokens"),
         cached_tokens=_detail(reported, "prompt_tokens_details", "cached_tokens"),
+        audio_input_tokens=_detail(reported, "prompt_tokens_details", "audio_tokens"),
+        audio_output_tokens=_detail(reported, "completion_tokens_details", "audio_tokens"),
     )
 
 

@@ -39,7 +39,7 @@ from retinue.stream_assembly import StreamAssembly
 
 LIMIT = 60.0
 """Seconds for one answer."""
-PATIENCE = 10.0
+PATIENCE = 30.0
 """Seconds within which a request that was left must have ended everywhere."""
 UNDER_WAY = 0.2
 """Seconds after which an answer to ``long_prompt`` is taken to be under way."""

@@ -10,6 +10,7 @@ from retinue import BudgetSnapshot, Grants, Identity, Message, ModelResponse, Po
 from retinue.config import RuntimeConfig
 from retinue.events import CompactionPayload
 from retinue.messages import encode_message
+from retinue.policies import CallUnderReview, Decision, PolicyAction
 from retinue.protocol import Compacting, ParticipantMessage, PrepareModel, RootReply, SettleModel
 from retinue.services import ExecutionServices
 from retinue.tool_process import LocalTasks
@@ -95,6 +96,27 @@ class PolicyServices(ExecutionServices):
     @property
     def context(self) -> PolicyContext:
         return PolicyContext(self)
+
+
+class Named:
+    """A policy that is known by its name, because copies of it work in delegates."""
+
+    asked: list[tuple[str, str, str]] = []  # noqa: RUF012 - of all copies
+    """Which policy was asked about which tool, and for whom."""
+
+    def __init__(self, name: str, action: PolicyAction = "allow") -> None:
+        self.name, self.action = name, action
+
+    def decide(self, call: CallUnderReview, ctx: PolicyContext) -> Decision:
+        self.asked.append((self.name, call.tool_name, ctx.participant))
+        return Decision(action=self.action, reason=self.name)
+
+
+class Pinned(Named):
+    """One that cannot be copied into another process."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("the policy stays at the root")
 
 
 def asking(

@@ -370,7 +370,8 @@ async def test_the_application_may_answer_itself(
     later: bool,
 ) -> None:
     def at_once(request: ApprovalRequest) -> Any:
-        request.arguments["amount"] = 1_000_000  # a copy
+        if answer is not True:  # that would approve another call
+            request.arguments["amount"] = 1_000_000  # a copy
         return answer
 
     async def in_a_while(request: ApprovalRequest) -> Any:
@@ -494,7 +495,7 @@ async def test_a_delegate_that_ends_takes_its_request_with_it(
     result = await soon(handle.result())
     assert result.status == "completed", result.reason
     stands = await soon(runtime.approvals.get(result.text, identity=identity))
-    assert (stands.state, stands.reason) == ("cancelled", "helper ended")
+    assert (stands.state, stands.reason) == ("cancelled", "not needed")
 
 
 async def wait_for_request(queue: asyncio.Queue[str]) -> list[str]:

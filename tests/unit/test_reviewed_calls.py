@@ -20,7 +20,6 @@ from retinue import (
     ExecutionServices,
     Grants,
     Identity,
-    ModelRequest,
     ModelResponse,
     PolicyContext,
     RunRequest,
@@ -31,11 +30,12 @@ from retinue import (
     agent_driver,
     tool,
 )
-from retinue.policies import PolicyAction
 from retinue.testing import ScriptedModel, tool_calls
+from retinue.testing.scripted import ScriptStep
 from retinue.tools import ToolResult
 from tests.conftest import MakeLocalRuntime
 from tests.support import Start, code_of, driver, flag, soon, spent, why
+from tests.unit.policy_world import Named
 
 ran: list[Any] = []
 
@@ -58,27 +58,6 @@ async def pay(amount: int) -> str:
     """Pay."""
     ran.append(amount)
     return f"paid {amount}"
-
-
-class Named:
-    """A policy that is known by its name, because copies of it work in delegates."""
-
-    asked: list[tuple[str, str, str]] = []  # noqa: RUF012 - of all copies
-    """Which policy was asked about which tool, and for whom."""
-
-    def __init__(self, name: str, action: PolicyAction = "allow") -> None:
-        self.name, self.action = name, action
-
-    def decide(self, call: CallUnderReview, ctx: PolicyContext) -> Decision:
-        self.asked.append((self.name, call.tool_name, ctx.participant))
-        return Decision(action=self.action, reason=self.name)
-
-
-class Pinned(Named):
-    """One that cannot be copied into another process."""
-
-    def __reduce__(self) -> Any:
-        raise TypeError("the policy stays at the root")
 
 
 async def drive(make: MakeLocalRuntime, identity: Identity, start: Start, **options: Any) -> RunResult:
@@ -162,10 +141,11 @@ async def test_what_nobody_can_review_is_denied_where_somebody_would(
 
     found = guarded if guard == "tool" else odd
     found.validate = lambda arguments: {"number": value}  # type: ignore[method-assign]
-    options: dict[str, Any] = {
-        "policy": {"execution_policy": Named("p")},
-        "approvals": {"approvals": Approvals()},
-    }.get(guard, {})
+    options: dict[str, Any] = {}
+    if guard == "policy":
+        options["execution_policy"] = Named("p")
+    elif guard == "approvals":
+        options["approvals"] = Approvals()
     model = ScriptedModel([tool_calls(("odd", {"number": 1})), "done"])
     it = Agent(
         name="a", model=model, tools=[found], execution_policy=Named("own") if guard == "agent" else None
@@ -483,76 +463,6 @@ async def test_another_call_in_between_is_no_repeat(
     assert "1 times in a row already" in model.requests[-1].messages[-1].text
 
 
-# --- delegates --------------------------------------------------------------------------------------------
-
-
-def asking(child: Agent, **options: Any) -> tuple[Agent, ScriptedModel]:
-    """An agent that asks another one to pay."""
-    model = ScriptedModel([tool_calls(("task", {"agent": child.name, "task": "pay"})), "done"])
-    return Agent(name="boss", model=model, subagents=[child], **options), model
-
-
-def payer(**options: Any) -> Agent:
-    return Agent(
-        name="payer", model=ScriptedModel([tool_calls(("pay", {"amount": 2})), "paid"]), tools=[pay], **options
-    )
-
-
-BOTH = Grants(tool_ids=["task", "pay"])
-
-
-@pytest.mark.parametrize(
-    ("boss", "own", "pays"),
-    [("deny", None, False), ("deny", "allow", False), ("allow", "deny", False), ("allow", "allow", True)],
-)
-async def test_c164_whom_an_agent_asks_is_bound_by_the_policy_of_that_agent(
-    local_runtime: MakeLocalRuntime,
-    identity: Identity,
-    boss: PolicyAction,
-    own: PolicyAction | None,
-    pays: bool,
-) -> None:
-    class OnlyPay(Named):
-        def decide(self, call: CallUnderReview, ctx: PolicyContext) -> Decision:
-            return super().decide(call, ctx) if call.tool_name == "pay" else Decision(action="allow")
-
-    child = payer(execution_policy=None if own is None else OnlyPay("own", own))
-    it, _ = asking(child, execution_policy=OnlyPay("boss", boss))
-    runtime = local_runtime(driver=agent_driver(it), grants=BOTH)
-    result = await soon(runtime.run("x", identity=identity, session_id="s"))
-    assert (result.status, bool(ran)) == ("completed", pays)
-    asked = [name for name, _, _ in Named.asked]
-    assert asked == (["boss"] if boss == "deny" else ["boss", "own"])  # each once
-
-
-@pytest.mark.parametrize("where", ["boss", "child", "both"])
-async def test_the_apps_policy_is_asked_once_at_the_root_whoever_else_has_it(
-    local_runtime: MakeLocalRuntime, identity: Identity, where: str
-) -> None:
-    policy = Pinned("app")
-    child = payer(execution_policy=None if where == "boss" else policy)
-    it, _ = asking(child, execution_policy=None if where == "child" else policy)
-    runtime = local_runtime(driver=agent_driver(it), grants=BOTH, execution_policy=policy)
-    result = await soon(runtime.run("x", identity=identity, session_id="s"))
-    assert (result.status, ran) == ("completed", [2])
-    assert Named.asked == [("app", "task", ""), ("app", "pay", "payer")]
-
-
-async def test_a_delegate_that_a_driver_starts_has_the_apps_policy_once(
-    local_runtime: MakeLocalRuntime, identity: Identity
-) -> None:
-    policy = Pinned("app")
-    nested, _ = asking(payer(execution_policy=policy), execution_policy=policy)
-
-    async def start(request: RunRequest, services: ExecutionServices) -> DriverOutput:
-        return await (await services.delegate(nested, "x")).result()
-
-    runtime = local_runtime(driver=driver(start), grants=BOTH, execution_policy=policy)
-    result = await soon(runtime.run("x", identity=identity, session_id="s"))
-    assert (result.status, ran) == ("completed", [2])
-    assert Named.asked == [("app", "task", "boss"), ("app", "pay", "boss/payer")]
-
-
 # --- observers --------------------------------------------------------------------------------------------
 
 
@@ -589,7 +499,7 @@ async def test_c72_what_an_observer_does_to_what_it_sees_changes_nothing(
         finish_reason="tool_calls",
         extras=extras,
     )
-    model = ScriptedModel([asks, "done"])
+    model = ScriptedModel([ScriptStep(response=asks), "done"])
     observer = Rewrites()
     runtime = local_runtime(
         driver=agent_driver(Agent(name="a", model=model, tools=[put])),
@@ -597,9 +507,9 @@ async def test_c72_what_an_observer_does_to_what_it_sees_changes_nothing(
         telemetry=[observer],
     )
     result = await soon(runtime.run("x", identity=identity, session_id="s"))
-    assert (result.status, ran) == ("completed", [{"what": "original"}])
+    assert (result.status, ran) == ("completed", [{"what": "original"}]), result.reason
     assert {"model.start", "model.result", "tool.start", "tool.result"} <= set(observer.seen)
-    replayed: ModelRequest = model.requests[-1]
+    replayed = model.requests[-1]
     history = (await runtime.sessions.read(identity, "s")).history
     for said in (replayed.messages[1], history[1]):
         assert said.tool_calls[0].arguments == {"data": {"what": "original"}}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from retinue import CallUnderReview, Decision, PolicyContext
 from retinue.policies import Effect, PolicyAction
-from retinue.reviews import Judgement, plan_mode, review, stricter
+from retinue.reviews import InheritedPolicy, Judgement, inherited, plan_mode, planned, review, stricter
 from tests.unit.policy_world import PolicyServices
 
 ACTIONS: tuple[PolicyAction, ...] = get_args(PolicyAction)
@@ -193,3 +193,69 @@ def test_of_two_decisions_the_stricter_holds_with_its_reason(one: Judgement, oth
     assert (both.effect == "read") is (one.effect == other.effect == "read")
     assert both.effect in (one.effect, other.effect)
     assert stricter(one, one) == one
+
+
+@pytest.mark.parametrize(
+    ("action", "effect", "becomes", "reason"),
+    [
+        ("allow", "read", "allow", "mine"),
+        ("allow", "unknown", "ask", "it may have effects, and this run only plans"),
+        ("ask", "unknown", "ask", "mine"),
+        ("ask", "write", "deny", "its effect is 'write', and this run only plans"),
+        ("deny", "write", "deny", "mine"),
+    ],
+)
+def test_the_reason_is_that_of_whoever_is_stricter(
+    action: PolicyAction, effect: Effect, becomes: PolicyAction, reason: str
+) -> None:
+    judged = Judgement(action=action, reason="mine", effect=effect)
+    assert planned(judged, "plan") == Judgement(action=becomes, reason=reason, effect=effect)
+    assert planned(judged, "execute") == judged
+
+
+def test_an_agent_inherits_each_policy_once_and_never_the_apps() -> None:
+    app, outer, own = Policy(allows), Policy(allows), Policy(allows)
+    assert inherited(None, None, None) is None
+    assert inherited(outer, None, app) is outer
+    assert inherited(None, own, app) is own
+    assert inherited(own, own, app) is own
+    assert inherited(outer, own, None) == InheritedPolicy(outer, own)
+    assert inherited(app, own, app) is own
+    assert inherited(outer, app, app) is outer
+    assert inherited(app, app, app) is inherited(None, app, app) is inherited(app, None, app) is None
+
+
+@pytest.mark.parametrize(("outer", "own"), list(product(ACTIONS, ACTIONS)))
+async def test_what_was_inherited_holds_beside_what_is_ones_own(
+    outer: PolicyAction, own: PolicyAction
+) -> None:
+    policies = [
+        Policy(lambda call, said=said: later(Decision(action=said[0], reason=said[1])))  # type: ignore[misc]
+        for said in ((outer, "outer"), (own, "own"))
+    ]
+    judgement = await judged(InheritedPolicy(*policies))  # type: ignore[arg-type]
+    stricter_one = "own" if STRICTNESS.index(own) > STRICTNESS.index(outer) else "outer"
+    assert (judgement.action, judgement.reason) == (max(outer, own, key=STRICTNESS.index), stricter_one)
+    # Who is denied already asks nobody else.
+    assert [len(policy.seen) for policy in policies] == [1, 0 if outer == "deny" else 1]
+
+
+@pytest.mark.parametrize(
+    ("outer", "own", "both"),
+    [
+        ("read", "read", "read"),
+        ("write", "read", "write"),
+        ("read", "unknown", "unknown"),
+        (None, "read", "write"),
+    ],
+)
+async def test_of_two_effects_the_graver_counts(outer: Any, own: Any, both: Effect) -> None:
+    first = Policy(allows) if outer is None else Effects(allows, lambda: outer)  # the tool declares a write
+    policy: Any = InheritedPolicy(first, Effects(allows, lambda: later(own)))
+    assert (await judged(policy, "plan")).effect == both
+
+
+async def test_what_is_no_decision_denies_where_it_was_inherited_too() -> None:
+    for pair in ((Policy(lambda call: None), Policy(allows)), (Policy(allows), Policy(lambda call: None))):
+        policy: Any = InheritedPolicy(*pair)
+        assert (await judged(policy)).action == "deny"

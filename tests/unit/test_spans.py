@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +25,21 @@ from retinue import (
     ModelRequest,
     ModelResponse,
     RunRequest,
+    RuntimeConfig,
     TaskContext,
     ToolCall,
     ToolContext,
     Usage,
     tool,
 )
+from retinue.apps import app_by_value
+from retinue.controllers import Step, StepOverrides
 from retinue.errors import ModelFailed, ValidationFailed
 from retinue.messages import user
+from retinue.policy_context import PolicyContext
 from retinue.spans import SCHEMA_URL, open_telemetry
 from tests.conftest import MakeLocalRuntime
-from tests.support import FunctionDriver, FunctionModel, driver, soon
+from tests.support import FunctionDriver, FunctionModel, driver, soon, trivial
 from tests.unit.test_telemetry import Accepts, Controller, Watcher
 
 otel = pytest.importorskip("opentelemetry.sdk.trace")
@@ -134,6 +144,11 @@ def in_a_process(ctx: TaskContext) -> dict[str, str]:
     }
 
 
+async def _asks(request: RunRequest, services: ExecutionServices) -> DriverOutput:
+    await services.model(Meter(), [user("hi")])
+    return DriverOutput(text="x")
+
+
 async def go(make: MakeLocalRuntime, do: Any, *observers: Any, **options: Any) -> Any:
     watcher = Watcher()
     runtime = make(driver=driver(do), telemetry=[*observers, watcher], **options)
@@ -181,7 +196,7 @@ async def test_a_run_is_one_trace_below_its_caller(world: World, local_runtime: 
     }
 
     def span_id(name: str) -> str:
-        return spans[name].context.span_id.to_bytes(8).hex()
+        return str(spans[name].context.span_id.to_bytes(8).hex())
 
     assert said["driver"] == span_id("invoke_agent test")
     assert said["thread"] == span_id("execute_tool in_a_thread")
@@ -205,9 +220,8 @@ async def test_a_run_is_one_trace_below_its_caller(world: World, local_runtime: 
     assert chat["gen_ai.response.finish_reasons"] == ("stop",)
     assert (tool_span["gen_ai.tool.name"], tool_span["gen_ai.tool.call.id"]) == ("ask_helper", "c1")
     assert spans["chat function"].kind is trace.SpanKind.CLIENT
-    assert {span.instrumentation_scope.schema_url for span in spans.values() if span.name != "client"} == {
-        SCHEMA_URL
-    }
+    scopes = [span.instrumentation_scope for name, span in spans.items() if name != "client"]
+    assert {scope and scope.schema_url for scope in scopes} == {SCHEMA_URL}
     assert not any(PRIVATE in span.to_json() for span in spans.values())
     assert world.made == 1
 
@@ -333,10 +347,123 @@ async def test_a_run_without_a_caller_begins_a_trace_of_its_own(
     assert len({span.context.trace_id for span in finished}) == len(finished) == 2
 
 
-def test_an_observer_travels_and_shares_what_it_exports_with() -> None:
+def test_an_observer_travels_and_is_the_same_in_every_program() -> None:
+    """It is part of the app's digest: a program that is started again finds its hosts by it."""
     observer = open_telemetry(endpoint="http://collector:4318/")
     assert pickle.loads(pickle.dumps(observer)) == observer
-    assert open_telemetry() != open_telemetry()
+    one, other = (
+        app_by_value(RuntimeConfig(driver=trivial, telemetry=[open_telemetry()]), "dedicated")
+        for _ in range(2)
+    )
+    assert one.digest == other.digest
+
+
+async def test_copies_of_an_observer_share_what_they_export_with(
+    world: World, local_runtime: MakeLocalRuntime
+) -> None:
+    async def works(request: RunRequest, services: ExecutionServices) -> DriverOutput:
+        await services.model(Meter(), [user("hi")])
+        return DriverOutput(text="x")
+
+    observer = world.observer()
+    await go(local_runtime, works, observer, replace(observer))
+
+    assert world.made == 1
+    assert world.parent_of("chat function") == "invoke_agent test"
+
+
+async def test_a_provider_that_cannot_be_had_is_tried_once_and_matters_to_nobody(
+    local_runtime: MakeLocalRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[int] = []
+
+    def fails() -> TracerProvider:
+        tried.append(1)
+        raise ConnectionError("no collector")
+
+    async def works(request: RunRequest, services: ExecutionServices) -> DriverOutput:
+        await services.model(Meter(), [user("hi")])
+        return DriverOutput(text="x")
+
+    await go(local_runtime, works, open_telemetry(provider=fails))
+
+    assert tried == [1]
+    assert "no collector" in caplog.text
+
+
+async def test_what_policies_do_for_a_delegate_is_below_its_call(
+    world: World, local_runtime: MakeLocalRuntime
+) -> None:
+    class Asks(Controller):
+        async def prepare_step(self, step: Step, ctx: PolicyContext) -> StepOverrides | None:
+            await ctx.control_model("judge", [user("may it?")])
+            return None
+
+    async def works(request: RunRequest, services: ExecutionServices) -> DriverOutput:
+        await (await services.delegate(FunctionDriver(_asks), "x", name="helper")).result()
+        return DriverOutput(text="x")
+
+    judge = Meter()
+    judge.model_id = "judge"
+    await go(
+        local_runtime,
+        works,
+        world.observer(),
+        controller=Asks(),
+        models={"judge": judge},
+        grants=Grants(model_roles=["main", "judge"]),
+    )
+
+    assert {name: world.parent_of(name) for name in world.spans} == {
+        "invoke_agent test": None,
+        "controller prepare_run": "invoke_agent test",
+        "invoke_agent helper": "invoke_agent test",
+        "controller prepare_step": "invoke_agent helper",
+        "chat judge": "controller prepare_step",
+        "chat function": "invoke_agent helper",
+    }
+
+
+EXPORTS = """
+import sys
+from retinue import Identity, Runtime
+from retinue.spans import open_telemetry
+from tests.support import trivial
+
+observer = open_telemetry(endpoint=sys.argv[1])
+with Runtime(driver=trivial, telemetry=[observer], backend="inprocess") as runtime:
+    who = Identity(tenant_id="t", user_id="u")
+    print(runtime.run_blocking("x", identity=who, session_id="s").status)
+"""
+
+
+def test_with_an_endpoint_spans_go_there() -> None:
+    received: list[tuple[str, bytes]] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            received.append((self.path, gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        ended = subprocess.run(
+            [sys.executable, "-c", EXPORTS, f"http://127.0.0.1:{server.server_port}"],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        server.shutdown()
+        thread.join()
+
+    assert (ended.stdout, ended.stderr) == ("completed\n", "")
+    assert any(path == "/v1/traces" and b"invoke_agent test" in body for path, body in received), received
 
 
 def test_without_opentelemetry_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

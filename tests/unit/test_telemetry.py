@@ -371,6 +371,7 @@ async def test_tools_and_effects_are_told_when_they_run(local_runtime: MakeLocal
         ("look", "success"),
         ("post", "success"),
     ]
+    assert [event.error_code for event in told] == [None, "tool_failed", None, None]
     assert [event.tool_call_id for event in told[:3]] == ["same", "other", "same"]
     assert len({event.call_id for event in told}) == 4, "the model's own ids may repeat"
     assert PRIVATE not in msgspec.json.encode(watcher.events).decode()

@@ -1,27 +1,29 @@
-"""The responses API, the messages API and pydantic-ai's models, against answers as they are on the wire."""
+"""The responses API and the messages API, against answers as they are on the wire."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from pydantic_ai.messages import ModelResponse as WireResponse
-from pydantic_ai.messages import TextPart as WireText
-from pydantic_ai.messages import ThinkingPart
-from pydantic_ai.models.function import FunctionModel
-from pydantic_ai.models.test import TestModel
 
 from retinue import Message, ModelRequest, ModelResponse, ToolCall, Usage
 from retinue.errors import ModelFailed, ValidationFailed
-from retinue.messages import FilePart, ImagePart, Part, TextPart, assistant, system, tool_result, user
+from retinue.messages import (
+    AudioPart,
+    FilePart,
+    ImagePart,
+    Part,
+    TextPart,
+    system,
+    tool_result,
+    user,
+)
 from retinue.models import ModelClient, StreamingModelClient, ToolSchema, capabilities_of
 from retinue.providers.anthropic_messages import AnthropicModel
 from retinue.providers.openai_responses import OpenAIResponsesModel
-from retinue.providers.pydantic_ai import PydanticAIModel
 from retinue.stream_assembly import StreamAssembly
 from tests.unit.providers.chat_server import HOLD, ChatServer, chat_server
 
@@ -138,7 +140,7 @@ async def test_responses_of_other_providers_are_sent_as_text_and_calls(
     await responses.generate(ModelRequest(messages=[user(parts), other, tool_result("c", "y")], tools=[LOOK]))
     sent = server.requests[-1]["input"]
     assert [part["type"] for part in sent[0]["content"]] == ["input_text", "input_image", "input_file"]
-    assert sent[1] == {"role": "assistant", "content": "hm"}
+    assert sent[1] == {"type": "message", "role": "assistant", "content": "hm"}
     assert sent[2]["arguments"] == '{"what": "é"}'
 
 
@@ -198,6 +200,69 @@ async def test_a_response_that_is_none(
     with pytest.raises(ModelFailed, match=says) as failed:
         await responses.generate(ASK)
     assert (failed.value.started, failed.value.retryable) == (True, retryable)
+
+
+async def test_options_of_the_responses_api_join_what_the_client_asks_for(
+    server: ChatServer, responses: OpenAIResponsesModel
+) -> None:
+    server.says(response(SAID))
+    shows = OpenAIResponsesModel("gpt-x", base_url=server.url, reasoning_summary="auto")
+    options = {"reasoning": {"effort": "low"}, "include": ["message.output_text.logprobs"], "store": True}
+    await shows.generate(ModelRequest(messages=[user("x")], options=options))
+    asked = server.requests[-1]
+    assert asked["reasoning"] == {"summary": "auto", "effort": "low"}
+    assert asked["include"] == ["reasoning.encrypted_content", "message.output_text.logprobs"]
+    assert asked["store"] is True
+
+
+async def test_a_response_without_phases_is_the_same_whole_and_streamed(
+    server: ChatServer, responses: OpenAIResponsesModel
+) -> None:
+    said = {name: value for name, value in SAID.items() if name != "phase"}
+    server.says(response(said))
+    whole = await responses.generate(ASK)
+    delta = {"output_index": 0, "content_index": 0, "item_id": "msg_1", "logprobs": []}
+    server.streams(
+        *events(
+            {"type": "response.output_item.added", "output_index": 0, "item": said | {"content": []}},
+            {"type": "response.output_text.delta", **delta, "delta": "Let me look."},
+            {"type": "response.completed", "response": response(said)},
+        ),
+        done=False,
+    )
+    assert await streamed(responses, ASK) == whole
+    assert (whole.text, whole.phase, whole.extras) == ("Let me look.", None, None)
+
+
+async def test_a_refusal_is_the_answer(server: ChatServer, responses: OpenAIResponsesModel) -> None:
+    no = SAID | {"phase": None, "content": [{"type": "refusal", "refusal": "I will not."}]}
+    server.says(response(no))
+    answer = await responses.generate(ASK)
+    assert (answer.text, answer.finish_reason, answer.tool_calls) == ("I will not.", "stop", ())
+
+
+@pytest.mark.parametrize(
+    ("event", "retryable"),
+    [
+        ({"type": "error", "code": "server_error", "message": f"boom {KEY}", "param": None}, True),
+        ({"type": "error", "code": "invalid_prompt", "message": f"boom {KEY}", "param": None}, False),
+        ({"type": "response.failed", "response": response(
+            status="failed", error={"code": "rate_limit_exceeded", "message": f"boom {KEY}"})}, True),
+        ({"type": "response.failed", "response": response(
+            status="failed", error={"code": "image_too_small", "message": f"boom {KEY}"})}, False),
+    ],
+)  # fmt: skip
+async def test_a_streamed_response_that_fails(
+    server: ChatServer, responses: OpenAIResponsesModel, event: dict[str, Any], retryable: bool
+) -> None:
+    server.streams(*events(event), done=False)
+    with pytest.raises(ModelFailed, match="boom") as failed:
+        await streamed(responses, ASK)
+    error = failed.value
+    assert (error.started, error.retryable) == (True, retryable)
+    assert KEY not in error.message
+    used = {"input_tokens": 20, "output_tokens": 9, "cached_tokens": 5, "reasoning_tokens": 4}
+    assert error.data.get("usage") == (used if event["type"] == "response.failed" else None)
 
 
 async def test_a_cut_response_says_so(server: ChatServer, responses: OpenAIResponsesModel) -> None:
@@ -285,6 +350,70 @@ async def test_a_streamed_message_is_what_the_whole_one_is(
     assert answer == await messages.generate(ASK)
 
 
+async def test_citations_and_calls_of_the_providers_own_tools_are_kept_as_they_came(
+    server: ChatServer, messages: AnthropicModel
+) -> None:
+    search = {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {"query": "tide"}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "srv_1", "content": []}
+    cited = {"type": "char_location", "cited_text": "In.", "document_index": 0, "document_title": None,
+             "start_char_index": 0, "end_char_index": 3}  # fmt: skip
+    text = TEXT | {"citations": [cited]}
+
+    def event(kind: str, **more: Any) -> list[Any]:
+        return [f"event: {kind}\n".encode(), {"type": kind, **more}]
+
+    def begins(place: int, block: dict[str, Any]) -> list[Any]:
+        return event("content_block_start", index=place, content_block=block)
+
+    def grows(place: int, **delta: Any) -> list[Any]:
+        return event("content_block_delta", index=place, delta=delta)
+
+    server.streams(
+        *event("message_start", message=message(stop=None)),
+        *begins(0, search | {"input": {}}),
+        *grows(0, type="input_json_delta", partial_json='{"query": "tide"}'),
+        *begins(1, found),
+        *begins(2, TEXT | {"text": "", "citations": []}),
+        *grows(2, type="text_delta", text="Let me look."),
+        *grows(2, type="citations_delta", citation=cited),
+        *begins(3, USE),  # at once, with its arguments
+        *event("message_delta", delta={"stop_reason": "tool_use"}, usage={"output_tokens": 7}),
+        *event("message_stop"),
+        done=False,
+    )
+    answer = await streamed(messages, ASK)
+    server.pieces = None
+    server.says(message(search, found, text, USE))
+    assert answer == await messages.generate(ASK)
+    assert answer.extras == {"anthropic.messages": {"content": [search, found, text, USE]}}
+    assert answer.tool_calls == (ToolCall("toolu_1", "docs/look:at", {"what": "x"}),)
+
+
+async def test_pictures_and_files_as_the_messages_api_takes_them(
+    server: ChatServer, messages: AnthropicModel
+) -> None:
+    server.says(message(TEXT, stop="end_turn"))
+    parts: list[Part] = [
+        TextPart("see"),
+        ImagePart("aGk=", "image/jpeg"),
+        ImagePart("https://example.com/a.png"),
+        ImagePart("data:image/gif;base64,aGk="),
+        FilePart("aGk=", "application/pdf", "a.pdf"),
+    ]
+    await messages.generate(ModelRequest(messages=[user(parts)]))
+    (sent,) = server.requests[-1]["messages"]
+    assert [part.get("source") for part in sent["content"]] == [
+        None,
+        {"type": "base64", "media_type": "image/jpeg", "data": "aGk="},
+        {"type": "url", "url": "https://example.com/a.png"},
+        {"type": "base64", "media_type": "image/gif", "data": "aGk="},
+        {"type": "base64", "media_type": "application/pdf", "data": "aGk="},
+    ]
+    with pytest.raises(ModelFailed) as failed:
+        await messages.generate(ModelRequest(messages=[user([AudioPart("aGk=")])]))
+    assert not failed.value.started
+
+
 @pytest.mark.parametrize(
     ("stop", "reason"),
     [
@@ -302,19 +431,23 @@ async def test_why_a_message_ended(
     assert (answer.finish_reason, answer.extras) == (reason, None)
 
 
-async def test_a_stream_that_breaks_with_an_error_can_be_tried_again(
-    server: ChatServer, messages: AnthropicModel
+@pytest.mark.parametrize(
+    ("kind", "retryable"), [("overloaded_error", True), ("invalid_request_error", False)]
+)
+async def test_a_stream_that_breaks_with_an_error(
+    server: ChatServer, messages: AnthropicModel, kind: str, retryable: bool
 ) -> None:
     server.streams(
         b"event: message_start\n",
         {"type": "message_start", "message": message(stop=None)},
         b"event: error\n",
-        {"type": "error", "error": {"type": "overloaded_error", "message": "too much"}},
+        {"type": "error", "error": {"type": kind, "message": f"too much {KEY}"}},
         done=False,
     )
-    with pytest.raises(ModelFailed) as failed:
+    with pytest.raises(ModelFailed, match="too much") as failed:
         await streamed(messages, ASK)
-    assert failed.value.started
+    assert (failed.value.started, failed.value.retryable) == (True, retryable)
+    assert KEY not in failed.value.message
 
 
 # --- both -------------------------------------------------------------------------------------------------
@@ -365,6 +498,15 @@ async def test_a_date_is_a_time_to_wait_too(server: ChatServer, responses: OpenA
     assert failed.value.retry_after > 10**8
 
 
+async def test_an_option_cannot_replace_what_was_admitted(server: ChatServer, either: ModelClient) -> None:
+    taken: list[dict[str, Any]] = [{"model": "dear"}, {"tools": []}, {"stream": True}]
+    for options in taken:
+        with pytest.raises(ModelFailed, match=next(iter(options))) as failed:
+            await either.generate(ModelRequest(messages=[user("x")], tools=[LOOK], options=options))
+        assert not failed.value.started
+    assert server.requests == []
+
+
 async def test_nobody_answers(either: ModelClient) -> None:
     gone = type(either)("m", base_url="http://127.0.0.1:9/v1")  # type: ignore[call-arg]
     with pytest.raises(ModelFailed, match="no server answers") as failed:
@@ -394,53 +536,3 @@ async def test_copies_and_names(either: ModelClient, server: ChatServer) -> None
     ):
         with pytest.raises(ValidationFailed):
             type(either)(**wrong)
-
-
-# --- pydantic-ai ------------------------------------------------------------------------------------------
-
-
-async def test_pydantic_ai_answers_calls_tools_and_goes_on() -> None:
-    client = PydanticAIModel(TestModel())
-    first = ModelRequest(messages=[system("rules"), user("go")], tools=[LOOK], max_tokens=9)
-    answer = await client.generate(first)
-    (call,) = answer.tool_calls
-    assert (call.name, answer.finish_reason) == ("docs/look:at", "tool_calls")
-    assert (await streamed(client, first)).tool_calls == answer.tool_calls
-    said = Message(role="assistant", content=answer.text, tool_calls=answer.tool_calls, extras=answer.extras)
-    going_on = ModelRequest(messages=[*first.messages, said, tool_result(call.id, "blue")], tools=[LOOK])
-    assert json.loads((await client.generate(going_on)).text) == {"docs_look_at": "blue"}
-    assert (client.provider_id, client.model_id) == ("test", "test")
-
-
-async def test_pydantic_ai_keeps_what_only_its_provider_understands() -> None:
-    seen: list[Any] = []
-
-    def thinks(conversation: Any, info: Any) -> WireResponse:
-        seen.append(conversation)
-        return WireResponse(parts=[ThinkingPart("hmm", signature="signed=="), WireText("hi")])
-
-    client = PydanticAIModel(FunctionModel(thinks))
-    answer = await client.generate(ModelRequest(messages=[user("a")]))
-    assert answer.text == "hi"
-    said = Message(role="assistant", content=answer.text, extras=answer.extras)
-    await client.generate(ModelRequest(messages=[user("a"), said, assistant("plain"), user("b")]))
-    kept = seen[-1][1]
-    assert [type(part).__name__ for part in kept.parts] == ["ThinkingPart", "TextPart"]
-    assert kept.parts[0].signature == "signed=="
-
-
-async def test_pydantic_ai_failures_are_ours() -> None:
-    from pydantic_ai.exceptions import ModelHTTPError
-
-    def refuses(conversation: Any, info: Any) -> WireResponse:
-        raise ModelHTTPError(429, "m", body={"secret": KEY})
-
-    with pytest.raises(ModelFailed) as failed:
-        await PydanticAIModel(FunctionModel(refuses)).generate(ModelRequest(messages=[user("a")]))
-    assert (failed.value.started, failed.value.retryable) == (False, True)
-    assert KEY not in failed.value.message
-    with pytest.raises(ModelFailed) as failed:
-        await PydanticAIModel("nowhere:model").generate(ModelRequest(messages=[user("a")]))
-    assert not failed.value.started
-    with pytest.raises(ValidationFailed):
-        PydanticAIModel("no-colon")
