@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from benchmarks.measure import IDENTITY, Row, bare_hop_ms
+from benchmarks.measure import IDENTITY, Row, bare_hop_ms, p50_ms
 from retinue import Agent, Budgets, Grants, RunRequest, RuntimeConfig, Usage, agent_driver
 from retinue.actors.wire import decode, encode
 from retinue.gate import Gate
@@ -34,7 +34,7 @@ Message = AdmitModel | SettleModel
 class Root:
     """The process of a root: its gate and its ledger, on the loop of the actor."""
 
-    def __init__(self, processes: int) -> None:
+    def __init__(self) -> None:
         config = RuntimeConfig(
             driver=agent_driver(Agent(name="bench", model=_Never())),
             budgets=Budgets(max_model_calls=10**9, max_tokens=10**12),
@@ -52,7 +52,6 @@ class Root:
         inbox = RunInbox("root", (), lambda payload: None)
         self._gate = Gate(request, config, self._ledger, inbox, None, lambda payload, participant: None)
         self._request, self._participants = request, dict[str, Participant]()
-        self._processes = processes
 
     async def child_messages(self, data: bytes) -> bytes:
         return encode([self._answer(message) for message in decode(data, list[Message])])
@@ -88,8 +87,10 @@ class Root:
 class Asker:
     """A process with participants: asks, and settles with what it asks next."""
 
-    async def ask(self, root: Any, name: str, batch: int, seconds: float) -> int:
+    async def ask(self, root: Any, name: str, batch: int, seconds: float) -> tuple[int, list[float]]:
+        """Calls that were admitted, and the seconds that each message took, there and back."""
         settled: list[Message] = []
+        times: list[float] = []
         admitted, round_ = 0, 0
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
@@ -108,7 +109,9 @@ class Asker:
                 )
                 for call_id in calls
             ]
+            start = time.perf_counter()
             data = await root.child_messages.remote(encode([*settled, *asked]))
+            times.append(time.perf_counter() - start)
             replies = decode(data, list[RootReply | None])[len(settled) :]
             admitted += sum(isinstance(reply, ModelAdmitted) for reply in replies)
             settled = [
@@ -123,7 +126,7 @@ class Asker:
                 )
                 for call_id in calls
             ]
-        return admitted
+        return admitted, times
 
 
 class _Never:
@@ -140,33 +143,32 @@ def measure(store: str) -> Row:
     askers: list[Any] = [ray.remote(Asker).options(num_cpus=0).remote() for _ in range(max(PROCESSES))]
     for processes in PROCESSES:
         for batch in (1, BATCH):
-            rate = asyncio.run(_rate(askers[:processes], batch))
-            row[f"per_s_{processes}{'_batched' if batch > 1 else ''}"] = rate
+            name = f"{processes}{'_batched' if batch > 1 else ''}"
+            row[f"per_s_{name}"], row[f"p50_ms_{name}"] = asyncio.run(_rate(askers[:processes], batch))
     for asker in askers:
         ray.kill(asker)
     hop = (before + bare_hop_ms()) / 2
-    most = max(PROCESSES)
-    one = 1000 / row["per_s_1"]
     return {
-        "per_s": row[f"per_s_{most}_batched"],
-        "p50_ms": one,
+        "per_s": row[f"per_s_{max(PROCESSES)}_batched"],
+        "p50_ms": row["p50_ms_1"],
         "hop_ms": hop,
-        "ratio": one / hop,
+        "ratio": row["p50_ms_1"] / hop,
         "hops": 1,
         **row,
     }
 
 
-async def _rate(askers: list[Any], batch: int) -> float:
-    """Admissions a second of all processes together."""
-    root: Any = ray.remote(Root).options(num_cpus=0, max_concurrency=100).remote(len(askers))
+async def _rate(askers: list[Any], batch: int) -> tuple[float, float]:
+    """Admissions a second of all processes together, and the median milliseconds of a message."""
+    root: Any = ray.remote(Root).options(num_cpus=0, max_concurrency=100).remote()
     await asyncio.gather(*(asker.ask.remote(root, f"warm-{n}", batch, 0.2) for n, asker in enumerate(askers)))
     began = await root.used.remote()
     start = time.perf_counter()
-    counts = await asyncio.gather(
+    answers = await asyncio.gather(
         *(asker.ask.remote(root, f"process-{n}", batch, SECONDS) for n, asker in enumerate(askers))
     )
     seconds = time.perf_counter() - start
-    assert await root.used.remote() - began == sum(counts)
+    admitted = sum(count for count, _ in answers)
+    assert await root.used.remote() - began == admitted
     ray.kill(root)
-    return float(sum(counts) / seconds)
+    return admitted / seconds, p50_ms([each for _, times in answers for each in times])

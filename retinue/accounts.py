@@ -36,6 +36,11 @@ class Counter:
         return None if self.limit is None else max(0, self.limit - self.used - self.reserved)
 
     @property
+    def touched(self) -> bool:
+        """Whether anything of it is used or reserved."""
+        return bool(self.used or self.reserved)
+
+    @property
     def protected(self) -> int:
         """What only finishing calls may use: the part of ``kept`` that they have not used."""
         remaining = self.remaining
@@ -71,11 +76,13 @@ class Counter:
             reserved=self.reserved,
             remaining=self.remaining,
             finishing_reserved=self.protected,
+            finishing_used=self.finishing,
         )
 
     def carry(self, snapshot: ResourceSnapshot) -> None:
         """Begin with what another ledger had used."""
         self.used = snapshot.used
+        self.finishing = snapshot.finishing_used
 
 
 @dataclass
@@ -224,6 +231,9 @@ class Account:
     def show_role(self, role: str) -> None:
         """The calls under a role have changed."""
         bucket = self.roles[role]
+        if not bucket.calls.touched and role not in self._budgets.roles:
+            self._roles_shown = {name: each for name, each in self._roles_shown.items() if name != role}
+            return
         shown = RoleSnapshot(
             model_calls=bucket.calls.snapshot(),
             tokens=bucket.tokens.snapshot(),
@@ -233,7 +243,11 @@ class Account:
 
     def show_tool(self, name: str) -> None:
         """The attempts of a tool have changed."""
-        self._tools_shown = {**self._tools_shown, name: self.tools[name].snapshot()}
+        counter = self.tools[name]
+        if not counter.touched and counter.limit is None:
+            self._tools_shown = {tool: each for tool, each in self._tools_shown.items() if tool != name}
+            return
+        self._tools_shown = {**self._tools_shown, name: counter.snapshot()}
 
     def snapshot(self) -> BudgetSnapshot:
         return BudgetSnapshot(

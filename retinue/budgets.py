@@ -70,9 +70,8 @@ class Budgets:
             limit = getattr(self, total)
             if limit is not None and getattr(self, kept) > limit:
                 raise ValidationFailed(
-                    f"budgets.{kept} ({getattr(self, kept)}) is kept back from budgets.{total}, and cannot "
-                    f"be "
-                    f"more than it ({limit})",
+                    f"budgets.{kept} ({getattr(self, kept)}) is kept back from budgets.{total}, "
+                    f"and cannot be more than it ({limit})",
                     path=f"budgets.{kept}",
                 )
         for name, members, kind in (("tools", self.tools, int), ("roles", self.roles, RoleLimits)):
@@ -158,6 +157,8 @@ class ResourceSnapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     remaining: int | None
     finishing_reserved: int = 0
     """Of ``remaining``, kept back for finishing calls; always 0 for tool attempts."""
+    finishing_used: int = 0
+    """Of ``used`` and ``reserved``: by finishing calls."""
 
     @property
     def ordinary_remaining(self) -> int | None:

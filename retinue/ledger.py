@@ -16,19 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from retinue.accounts import Account, Bucket, Counter, Figures
+from retinue.accounts import Account, Bucket, Figures
+from retinue.admission import affordable, attempt_refusal, check_calls, output_cap
 from retinue.budgets import (
     Budgets,
     BudgetSnapshot,
     CallKind,
     ParticipantUsage,
-    Resource,
     Spending,
     Usage,
     UsageReport,
 )
 from retinue.errors import BudgetExhausted, RetinueError, Unsupported
-from retinue.prices import Price, PriceTable, amount_of
+from retinue.prices import Price, PriceTable
 
 FiguresChange = Callable[[Figures], None]
 
@@ -78,7 +78,11 @@ class BudgetLedger:
     Args:
         budgets: of the run.
         prices: of models; without them nothing is counted in money.
-        carried: the final snapshot of a run that this one goes on with: what that one has used is used here.
+        carried: the final snapshot of a run that this one goes on with: what that one has used is used here,
+            and ``budgets`` are the limits with the top-up. The report begins at zero.
+
+    Raises:
+        Unsupported: what was spent before is in another currency than the price table.
     """
 
     def __init__(
@@ -102,6 +106,13 @@ class BudgetLedger:
         self.usage = Usage()
         """What providers reported, over the whole tree."""
         if carried is not None:
+            spent = carried.money
+            if prices is not None and spent is not None and spent.currency != prices.currency:
+                raise Unsupported(
+                    f"the run before this one has spent {spent.currency}, and the price table is in "
+                    f"{prices.currency}; go on under a table in {spent.currency}",
+                    operation="resume",
+                )
             self._root.carry(carried)
 
     # --- participants -------------------------------------------------------------------------------------
@@ -149,7 +160,7 @@ class BudgetLedger:
             raise self._refusals[key]
         account = self._account(participant)
         try:
-            _check_calls(account, role, kind)
+            check_calls(account, role, kind)
         except BudgetExhausted as refusal:
             self._refusals[key] = refusal
             raise
@@ -232,9 +243,10 @@ class BudgetLedger:
             slot = None
         try:
             if slot is None:
-                _check_calls(account, role, kind)
-            cap = _output_cap(account, role, kind, projected_input, requested_output)
-            cap = self._affordable(account, role, price, projected_input, cap, f"{provider_id}/{model_id}")
+                check_calls(account, role, kind)
+            cap = output_cap(account, role, kind, projected_input, requested_output)
+            model = f"{provider_id}/{model_id}" if provider_id else model_id or "a model without an id"
+            cap = affordable(account, role, price, projected_input, cap, model=model, prices=self._prices)
         except RetinueError as refusal:
             self.release_slot(participant, call_id)
             self._refusals[key] = refusal
@@ -273,36 +285,6 @@ class BudgetLedger:
                 bucket.unpriced += self._prices is not None and price is None
             level.show_role(role)
         return call.grant
-
-    def _affordable(
-        self,
-        account: Account,
-        role: str,
-        price: Price | None,
-        projected_input: int,
-        cap: int | None,
-        model: str,
-    ) -> int | None:
-        """The output cap that every limit in money can bear too."""
-        for level in account.chain():
-            for bucket in level.buckets(role):
-                left = bucket.money.remaining
-                if left is None:
-                    continue
-                if price is None:
-                    raise Unsupported(
-                        f"{model} has no price in table {self._prices.version if self._prices else '-'!r}, "
-                        f"so "
-                        f"the limit in money of {bucket.scope} cannot be kept; add it to config.prices",
-                        operation="max_cost",
-                    )
-                output = price.output_for(left, projected_input)
-                if output is not None and output < 1:
-                    needed = price.bound(projected_input, 1)
-                    why = f"{amount_of(left)} is left and the input alone costs {amount_of(needed)}"
-                    raise _refusal("money", bucket, bucket.money, why, needed=str(amount_of(needed)))
-                cap = output if cap is None else cap if output is None else min(cap, output)
-        return cap
 
     def settle_model(
         self,
@@ -398,28 +380,28 @@ class BudgetLedger:
         Args:
             attempts: (attempt id, tool name); a repeat of an id gets the first answer and counts no second
                 time.
-            all_or_nothing: where one does not fit, none is counted; else those that fit, in their order.
+            all_or_nothing: where one does not fit, none of the new ones is counted; else those that fit, in
+                their order.
         """
         account = self._account(participant)
-        new: list[str] = []
+        counted: dict[str, str] = {}
         for attempt_id, tool in attempts:
             key = (participant, attempt_id)
             if key in self._attempts:
                 continue
-            refusal = _attempt_refusal(account, tool)
-            self._attempts[key] = refusal
-            if refusal is None:
+            self._attempts[key] = attempt_refusal(account, tool)
+            if self._attempts[key] is None:
                 self._count_attempt(account, tool, 1)
-            new.append(attempt_id)
-        refusals = [self._attempts[participant, attempt_id] for attempt_id in new]
-        first = next((refusal for refusal in refusals if refusal is not None), None)
-        if all_or_nothing and first is not None:
-            for attempt_id, tool in attempts:
-                if attempt_id in new and self._attempts[participant, attempt_id] is None:
-                    self._count_attempt(account, tool, -1)
-                    self._attempts[participant, attempt_id] = BudgetExhausted(
-                        f"the batch does not fit as a whole: {first.message}", **first.data
-                    )
+                counted[attempt_id] = tool
+        answers = [self._attempts[participant, attempt_id] for attempt_id, _ in attempts]
+        first = next((refusal for refusal in answers if refusal is not None), None)
+        if not all_or_nothing or first is None:
+            return answers
+        for attempt_id, tool in counted.items():
+            self._count_attempt(account, tool, -1)
+            self._attempts[participant, attempt_id] = BudgetExhausted(
+                f"the batch does not fit as a whole: {first.message}", **first.data
+            )
         return [self._attempts[participant, attempt_id] for attempt_id, _ in attempts]
 
     def admit_tool(self, participant: str, attempt_id: str, tool: str) -> BudgetExhausted | None:
@@ -497,75 +479,6 @@ class BudgetLedger:
             return self._accounts[participant]
         except KeyError:
             raise RetinueError(f"participant {participant!r} has no account in this ledger") from None
-
-
-def _check_calls(account: Account, role: str, kind: CallKind) -> None:
-    """Raise for the innermost account that has no model call left."""
-    for level in account.chain():
-        for bucket in level.buckets(role):
-            if not bucket.calls.fits(1, kind):
-                why = "no model call is left"
-                if bucket.calls.protected and kind != "finishing":
-                    why += f" but the {bucket.calls.protected} kept back for finishing calls"
-                raise _refusal("model_calls", bucket, bucket.calls, why, needed=1)
-
-
-def _output_cap(
-    account: Account, role: str, kind: CallKind, projected_input: int, requested: int | None
-) -> int | None:
-    """Tokens of output that every account on the way up can bear, or the refusal of the innermost that
-    cannot."""
-    cap = requested
-    for level in account.chain():
-        for bucket in level.buckets(role):
-            available = bucket.tokens.available(kind)
-            if available is None:
-                continue
-            if available <= projected_input:
-                why = f"{available} tokens are left and the input alone needs {projected_input}"
-                raise _refusal("tokens", bucket, bucket.tokens, why, needed=projected_input + 1)
-            cap = available - projected_input if cap is None else min(available - projected_input, cap)
-    return cap
-
-
-def _attempt_refusal(account: Account, tool: str) -> BudgetExhausted | None:
-    for level in account.chain():
-        if not level.tool_calls.fits(1):
-            return _tool_refusal(level.scope, "the tool call budget is exhausted", level.tool_calls, tool)
-        if not (counter := level.tool(tool)).fits(1):
-            why = f"the budget of {tool} is exhausted"
-            return _tool_refusal(f"{level.scope}/tool:{tool}", why, counter, tool)
-    return None
-
-
-def _tool_refusal(scope: str, why: str, counter: Counter, tool: str) -> BudgetExhausted:
-    return BudgetExhausted(
-        f"{why} (limit {counter.limit}, used {counter.used}; {scope})",
-        resource="tool_calls",
-        scope=scope,
-        tool=tool,
-        limit=counter.limit,
-        remaining=counter.remaining,
-        needed=1,
-    )
-
-
-def _refusal(
-    resource: Resource, bucket: Bucket, counter: Counter, why: str, *, needed: int | str
-) -> BudgetExhausted:
-    counted = (counter.limit, counter.used, counter.reserved, counter.remaining)
-    shown = [str(amount_of(each)) if resource == "money" and each is not None else each for each in counted]
-    limit, used, reserved, remaining = shown
-    _, _, role = bucket.scope.partition("/role:")
-    return BudgetExhausted(
-        f"budget exhausted: {why} (limit {limit}, used {used}, reserved {reserved}; {bucket.scope})",
-        resource=resource,
-        scope=bucket.scope,
-        role=role or None,
-        limit=limit,
-        remaining=remaining,
-        needed=needed,
-    )
 
 
 def _record(figures: Figures, call: _ModelCall, usage: Usage | None, tokens: int, money: int) -> None:

@@ -99,12 +99,18 @@ class PriceTable:
 
 def units_of(amount: Decimal) -> int:
     """An amount in :data:`UNIT`, rounded down: a limit is never more than was said."""
-    return int(amount / UNIT)
+    return int(Fraction(amount) * 10**9)
 
 
 def amount_of(units: int) -> Decimal:
-    """An amount of :data:`UNIT` in the currency."""
-    return (Decimal(units) * UNIT).normalize() if units else Decimal(0)
+    """An amount of :data:`UNIT` in the currency, without zeros at its end."""
+    whole, part = divmod(units, 10**9)
+    return Decimal(whole) if not part else Decimal(f"{whole}.{part:09}".rstrip("0"))
+
+
+def shown_amount(amount: Decimal) -> str:
+    """An amount for people: digits, never an exponent."""
+    return f"{amount:f}"
 
 
 def _per_token(price: Decimal) -> Fraction:

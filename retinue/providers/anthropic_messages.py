@@ -26,7 +26,13 @@ from retinue.models import (
     ToolCallPiece,
     UsagePiece,
 )
-from retinue.providers.endpoint import DEFAULT_TIMEOUT, Endpoint, check_server, with_options
+from retinue.providers.endpoint import (
+    DEFAULT_TIMEOUT,
+    Endpoint,
+    check_server,
+    is_transport_error,
+    with_options,
+)
 from retinue.providers.openai_wire import WireNames
 
 if TYPE_CHECKING:
@@ -119,6 +125,10 @@ class AnthropicModel:
             raise self._endpoint.failure(error, key) from None
         except (ValueError, LookupError, TypeError, AttributeError):
             raise ModelFailed(f"{self._called} streamed something that is no {_WHAT}") from None
+        except Exception as error:
+            if not is_transport_error(error):  # the SDK lets them through once the stream has begun
+                raise
+            raise self._endpoint.failure(error, key) from None
 
     async def close(self) -> None:
         """Close the connections that this event loop has to the server; a later call opens new ones."""

@@ -178,6 +178,11 @@ class Endpoint:
         )
 
 
+def is_transport_error(error: BaseException) -> bool:
+    """Whether the HTTP client below an SDK raised this: a broken connection, a read that took too long."""
+    return type(error).__module__.partition(".")[0] in ("httpx", "httpx2")
+
+
 def check_server(name: str, model: object, base_url: str | None, key_env: str) -> None:
     """Raise ``ValidationFailed`` for a model without a name, or a base URL that is none or holds a key."""
     if not model:

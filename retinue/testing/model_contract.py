@@ -17,6 +17,7 @@ import pickle
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -268,12 +269,12 @@ class _Kit:
         self.checked.append("cancellation under way")
 
     async def failures(self, client: ModelClient) -> None:
-        asked: list[Awaitable[object]] = [client.generate(self._request)]
+        asked: list[Callable[[], Awaitable[object]]] = [partial(client.generate, self._request)]
         if isinstance(client, StreamingModelClient):
-            asked.append(_read(client, self._request))
-        for one in asked:
+            asked.append(partial(_read, client, self._request))
+        for ask in asked:
             try:
-                await asyncio.wait_for(one, LIMIT)
+                await asyncio.wait_for(ask(), LIMIT)
             except ModelFailed as error:
                 _expect(not error.started, "a provider that was not reached has not begun: started=False")
             except Exception as error:

@@ -1,288 +1,247 @@
-"""The ledger under random interleavings, losses and repeats, against a model that recounts everything."""
+"""The ledger under any interleaving that hypothesis finds, against books that add up every call anew."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
-from typing import Literal
+from decimal import Decimal
+from typing import NamedTuple
 
-import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from benchmarks.ledger_walk import walk
-from retinue import Budgets, BudgetSnapshot, Usage
-from retinue.budgets import ResourceSnapshot
-from retinue.errors import BudgetExhausted
-from retinue.ledger import ROOT, BudgetLedger, ModelGrant
+from benchmarks.ledger_audit import Audit
+from benchmarks.ledger_books import Grant, Key
+from benchmarks.ledger_walk import MODELS, PRICES, ROLES, TOOLS, walk
+from retinue import Budgets, RoleLimits, Usage
+from retinue.budgets import CallKind
+from retinue.ledger import ROOT
 
-limits = st.none() | st.integers(0, 60)
-budgets = st.builds(
-    Budgets,
-    max_model_calls=st.none() | st.integers(0, 6),
-    max_tool_calls=st.none() | st.integers(0, 4),
-    max_tokens=limits,
+amounts = st.integers(50_000, 400_000).map(lambda billionths: Decimal(billionths).scaleb(-9))
+roles = st.sampled_from(ROLES)
+kinds: st.SearchStrategy[CallKind] = st.sampled_from(("task", "control", "finishing"))
+usages = st.builds(
+    Usage,
+    input_tokens=st.integers(0, 40),
+    output_tokens=st.integers(0, 40),
+    cached_tokens=st.integers(0, 50),  # more than the input, where a provider counts strangely
 )
 
 
-@dataclass
-class Call:
-    """One model call, as a careful bookkeeper sees it."""
+class Order(NamedTuple):
+    """A model call that somebody wants to make."""
 
-    owner: str
-    call_id: str
-    projected_input: int
+    role: str
+    kind: CallKind
+    model: str
+    projected: int
     requested: int | None
-    grant: ModelGrant | None
-    """``None`` when it was refused."""
-    refusal: str = ""
-    state: Literal["reserved", "exact", "estimated", "unknown", "released", "refused"] = "reserved"
-    used: int = 0
-
-    @property
-    def projection(self) -> int:
-        assert self.grant is not None
-        return self.projected_input + (self.grant.max_tokens or 0)
 
 
-@dataclass
-class Member:
-    name: str
-    parent: str | None
-    budgets: Budgets
-    tools: dict[str, bool] = field(default_factory=dict)
-    usage: Usage = field(default_factory=Usage)
+orders = st.builds(
+    Order,
+    roles,
+    kinds,
+    st.sampled_from(MODELS),
+    st.integers(0, 15),
+    st.integers(1, 30) | st.none(),
+)
+
+
+class Ending(NamedTuple):
+    """How a call ended: exact, estimated, unknown or never started."""
+
+    usage: Usage | None
+    started: bool
+    estimated: Usage | None
+
+
+endings = st.builds(
+    Ending,
+    usages | st.none(),
+    st.sampled_from((True, True, False)),
+    st.none() | st.just(Usage(output_tokens=1)),
+)
+
+
+@st.composite
+def budgets(draw: st.DrawFn, *, priced: bool) -> Budgets:
+    """Limits of every kind; most of them are not there, and few are so low that nothing happens."""
+
+    def limit(*some: int) -> int | None:
+        return draw(st.sampled_from((None, None, None, *some)))
+
+    def cost() -> Decimal | None:
+        return draw(st.none() | amounts) if priced else None
+
+    calls, tokens = limit(3, 6, 12), limit(40, 120, 300)
+    return Budgets(
+        max_model_calls=calls,
+        max_tokens=tokens,
+        max_tool_calls=limit(0, 3, 6),
+        max_cost=cost(),
+        finishing_model_calls=draw(st.sampled_from((0, 3 if calls is None else calls // 2))),
+        finishing_tokens=draw(st.sampled_from((0, 60 if tokens is None else tokens // 2))),
+        tools={tool: number for tool in TOOLS if (number := limit(0, 1, 3)) is not None},
+        roles={
+            role: RoleLimits(max_model_calls=limit(1, 3, 5), max_tokens=limit(30, 80, 150), max_cost=cost())
+            for role in ROLES
+            if draw(st.booleans())
+        },
+    )
+
+
+def more(limit: int | None, by: int) -> int | None:
+    return None if limit is None else limit + by
 
 
 class LedgerMachine(RuleBasedStateMachine):
     """Several participants of a tree, each with limits of its own, and messages in any order."""
 
     names: Bundle[str] = Bundle("names")
-    made: Bundle[tuple[str, str]] = Bundle("made")
 
-    @initialize(target=names, root=budgets)
-    def open(self, root: Budgets) -> str:
-        self.ledger = BudgetLedger(root)
-        self.members = {ROOT: Member(ROOT, None, root)}
-        self.calls: dict[tuple[str, str], Call] = {}
+    @initialize(target=names, data=st.data(), priced=st.sampled_from((True, True, False)))
+    def open(self, data: st.DataObject, priced: bool) -> str:
+        self.priced, self.count = priced, 0
+        self.limits = data.draw(budgets(priced=priced))
+        self.audit = Audit(self.limits, PRICES if priced else None)
         return ROOT
 
-    # --- what the bookkeeper knows ---
+    def fresh(self, what: str) -> str:
+        self.count += 1
+        return f"{what}-{self.count}"
 
-    def above(self, name: str) -> list[Member]:
-        """The member and those above it, innermost first."""
-        chain = []
-        at: str | None = name
-        while at is not None:
-            chain.append(self.members[at])
-            at = self.members[at].parent
-        return chain
+    def owner(self, name: str) -> str:
+        """A participant that is still there: runs that went on have left theirs behind."""
+        return name if name in self.audit.books.members else ROOT
 
-    def calls_below(self, name: str) -> list[Call]:
-        return [
-            call
-            for call in self.calls.values()
-            if call.state != "refused" and name in (member.name for member in self.above(call.owner))
-        ]
+    def known(self, data: st.DataObject) -> Key | None:
+        """A call in any state: from a slot, refused, settled long ago."""
+        calls = self.audit.books.calls
+        return data.draw(st.sampled_from(list(calls))) if calls else None
 
-    def tools_below(self, name: str) -> int:
-        return sum(
-            sum(member.tools.values())
-            for member in self.members.values()
-            if name in (other.name for other in self.above(member.name))
-        )
+    # --- participants ---
 
-    def expected(self, name: str) -> BudgetSnapshot:
-        calls = self.calls_below(name)
-        limit = self.members[name].budgets
-
-        def resource(limit: int | None, used: int, reserved: int) -> ResourceSnapshot:
-            remaining = None if limit is None else max(0, limit - used - reserved)
-            return ResourceSnapshot(limit=limit, used=used, reserved=reserved, remaining=remaining)
-
-        counted = sum(call.state != "released" for call in calls)
-        return BudgetSnapshot(
-            model_calls=resource(limit.max_model_calls, counted, 0),
-            tool_calls=resource(limit.max_tool_calls, self.tools_below(name), 0),
-            tokens=resource(
-                limit.max_tokens,
-                sum(call.used for call in calls),
-                sum(call.projection for call in calls if call.state == "reserved"),
-            ),
-            unknown_usage_calls=sum(call.state in ("unknown", "estimated") for call in calls),
-            estimated_usage_calls=sum(call.state == "estimated" for call in calls),
-            open_calls=sum(call.state == "reserved" for call in calls),
-        )
-
-    # --- what participants do ---
-
-    @rule(target=names, parent=names, own=st.none() | budgets)
-    def spawn(self, parent: str, own: Budgets | None) -> str:
-        name = f"child-{len(self.members)}"
-        self.ledger.open_account(name, parent, own)
-        self.members[name] = Member(name, parent, own or Budgets())
+    @rule(target=names, parent=names, data=st.data(), own=st.booleans())
+    def spawn(self, parent: str, data: st.DataObject, own: bool) -> str:
+        name = self.fresh("child")
+        limits = data.draw(budgets(priced=self.priced)) if own else None
+        self.audit.open_account(name, self.owner(parent), limits)
         return name
 
     @rule(name=names)
-    def spawn_again(self, name: str) -> None:
-        before = self.ledger.snapshot(name)
-        if name != ROOT:
-            self.ledger.open_account(name, self.members[name].parent or ROOT, Budgets(max_tokens=10**6))
-        assert self.ledger.snapshot(name) == before
-
-    @rule(
-        target=made,
-        name=names,
-        projected=st.integers(0, 20),
-        requested=st.none() | st.integers(1, 30),
-    )
-    def admit_model(self, name: str, projected: int, requested: int | None) -> tuple[str, str]:
-        call = Call(name, f"call-{len(self.calls)}", projected, requested, None)
-        expected = self.expected_grant(name, projected, requested)
-        try:
-            call.grant = self.ledger.admit_model(name, call.call_id, projected, requested)
-        except BudgetExhausted as refusal:
-            call.state, call.refusal = "refused", str(refusal)
-            assert expected is None
-        else:
-            assert call.grant == expected
-        self.calls[name, call.call_id] = call
-        if call.state != "refused":
-            for member in self.above(name):  # invariant 2, at the moment of admission
-                tokens = self.ledger.snapshot(member.name).tokens
-                assert tokens.limit is None or tokens.used + tokens.reserved <= tokens.limit
-                found = self.ledger.snapshot(member.name).model_calls
-                assert found.limit is None or found.used + found.reserved <= found.limit
-        return (name, call.call_id)
-
-    def expected_grant(self, name: str, projected: int, requested: int | None) -> ModelGrant | None:
-        caps = [] if requested is None else [requested]
-        for member in self.above(name):
-            snapshot = self.expected(member.name)
-            if snapshot.model_calls.remaining is not None and snapshot.model_calls.remaining < 1:
-                return None
-            if snapshot.tokens.remaining is not None:
-                if snapshot.tokens.remaining <= projected:
-                    return None
-                caps.append(snapshot.tokens.remaining - projected)
-        return ModelGrant(max_tokens=min(caps) if caps else None)
-
-    @rule(which=made, projected=st.integers(0, 20))
-    def admit_again(self, which: tuple[str, str], projected: int) -> None:
-        """The message arrives a second time: the first answer, and no second effect."""
-        call = self.calls[which]
-        before = {name: self.ledger.snapshot(name) for name in self.members}
-        if call.state == "refused":
-            with pytest.raises(BudgetExhausted, match=re.escape(call.refusal)):
-                self.ledger.admit_model(*which, projected, call.requested)
-        else:
-            assert self.ledger.admit_model(*which, projected, call.requested) == call.grant
-        assert {name: self.ledger.snapshot(name) for name in self.members} == before
-
-    @rule(
-        which=made,
-        usage=st.none() | st.builds(Usage, input_tokens=st.integers(0, 90)),
-        started=st.booleans(),
-        estimated=st.none() | st.just(Usage(output_tokens=1)),
-    )
-    def settle(
-        self, which: tuple[str, str], usage: Usage | None, started: bool, estimated: Usage | None
-    ) -> None:
-        """Exact, estimated, unknown or never started; the first, a late or a repeated message."""
-        call = self.calls[which]
-        if call.state == "refused":
-            return
-        self.ledger.settle_model(*which, usage, started=started, estimated=estimated)
-        if call.state in ("exact", "released") or (call.state != "reserved" and usage is None):
-            return
-        if usage is not None:
-            call.state, call.used = "exact", usage.total_tokens
-            self.members[call.owner].usage += usage
-        elif started:
-            call.state = "unknown" if estimated is None else "estimated"
-            call.used = call.projection
-        else:
-            call.state, call.used = "released", 0
-
-    @rule(name=names)
     def lose(self, name: str) -> None:
-        """The participant's process died: what it held is charged."""
+        """Its process died."""
         for _ in range(2):
-            self.ledger.lose(name)
-        for call in self.calls.values():
-            if call.owner == name and call.state == "reserved":
-                call.state, call.used = "unknown", call.projection
+            self.audit.lose(self.owner(name))
 
-    @rule(name=names)
-    def admit_tool(self, name: str) -> None:
-        call_id = f"tool-{sum(len(member.tools) for member in self.members.values())}"
-        fits = all(
-            member.budgets.max_tool_calls is None
-            or self.tools_below(member.name) < member.budgets.max_tool_calls
-            for member in self.above(name)
+    @rule()
+    def close(self) -> None:
+        """All have ended, as far as anybody knows; calls may still be open."""
+        for name in self.audit.books.members:
+            self.audit.close(name)
+        self.audit.check_report()
+
+    # --- model calls ---
+
+    @rule(name=names, wanted=st.lists(orders, min_size=1, max_size=4))
+    def admit(self, name: str, wanted: list[Order]) -> None:
+        for order in wanted:
+            self.audit.admit((self.owner(name), self.fresh("call")), *order)
+
+    @rule(
+        name=names,
+        order=orders,
+        role=roles,
+        kind=kinds,
+        then=st.sampled_from(("wait", "move and admit", "admit as another")),
+    )
+    def reserve(self, name: str, order: Order, role: str, kind: CallKind, then: str) -> None:
+        """And what is admitted for the slot may be another call than it was reserved for."""
+        key = self.owner(name), self.fresh("call")
+        for _ in range(2):
+            self.audit.reserve(key, role, kind if then == "admit as another" else order.kind)
+        if then == "move and admit":
+            self.audit.move(key, order.role)
+        if then != "wait":
+            self.audit.admit(key, *order)
+
+    @rule(data=st.data(), role=roles, kind=kinds)
+    def reserve_again(self, data: st.DataObject, role: str, kind: CallKind) -> None:
+        if key := self.known(data):
+            self.audit.reserve(key, role, kind)
+
+    @rule(data=st.data(), role=roles | st.none())
+    def move_or_release(self, data: st.DataObject, role: str | None) -> None:
+        if key := self.known(data):
+            if role is None:
+                self.audit.release(key)
+            else:
+                self.audit.move(key, role)
+
+    @rule(data=st.data(), order=orders, same=st.sampled_from((True, True, False)))
+    def admit_known(self, data: st.DataObject, order: Order, same: bool) -> None:
+        """From a slot, or a repeat; mostly under the role and of the kind that the call has."""
+        if key := self.known(data):
+            call = self.audit.books.calls[key]
+            self.audit.admit(key, *(order._replace(role=call.role, kind=call.kind) if same else order))
+
+    @rule(data=st.data(), ends=st.lists(endings, min_size=1, max_size=4))
+    def settle(self, data: st.DataObject, ends: list[Ending]) -> None:
+        """The first, a late or a repeated message."""
+        admitted = [key for key, call in self.audit.books.calls.items() if isinstance(call.answer, Grant)]
+        for ending in ends if admitted else ():
+            usage, started, estimated = ending
+            key = data.draw(st.sampled_from(admitted))
+            self.audit.settle(key, usage, started=started, estimated=estimated)
+
+    # --- tool attempts ---
+
+    @rule(name=names, numbers=st.lists(st.integers(0, 15), min_size=1, max_size=4), whole=st.booleans())
+    def attempt(self, name: str, numbers: list[int], whole: bool) -> None:
+        """So few ids that many are repeats, also in one batch."""
+        batch = [(f"attempt-{number}", TOOLS[number % len(TOOLS)]) for number in numbers]
+        self.audit.attempt(self.owner(name), batch, whole=whole)
+
+    # --- the whole run ---
+
+    @precondition(lambda self: len(self.audit.books.calls) > 3)
+    @rule(data=st.data(), by=st.integers(0, 4))
+    def go_on(self, data: st.DataObject, by: int) -> None:
+        """It ends, and another run goes on with a top-up."""
+        limits = self.limits
+        self.limits = Budgets(
+            max_model_calls=more(limits.max_model_calls, by),
+            max_tokens=more(limits.max_tokens, by * 20),
+            max_tool_calls=more(limits.max_tool_calls, by),
+            max_cost=None if limits.max_cost is None else limits.max_cost + data.draw(amounts),
+            finishing_model_calls=limits.finishing_model_calls,
+            finishing_tokens=limits.finishing_tokens,
+            tools={tool: limit + by for tool, limit in limits.tools.items()},
+            roles=limits.roles,
         )
-        assert (self.ledger.admit_tool(name, call_id, "look") is None) is fits
-        self.members[name].tools[call_id] = fits
+        self.audit.go_on(self.limits)
 
-    @rule(name=names)
-    def admit_tool_again(self, name: str) -> None:
-        for call_id, first in self.members[name].tools.items():
-            assert (self.ledger.admit_tool(name, call_id, "look") is None) is first
-
-    # --- what must always hold ---
+    @rule()
+    def read_the_report(self) -> None:
+        self.audit.check_report()
 
     @invariant()
-    def every_account_is_as_the_bookkeeper_says(self) -> None:
-        for name in self.members:
-            # Roles and tools are recounted by the walks of benchmarks/ledger_walk.py.
-            snapshot = msgspec.structs.replace(self.ledger.snapshot(name), roles={}, tools={})
-            assert snapshot == self.expected(name)
-
-    @invariant()
-    def nothing_is_negative(self) -> None:
-        for name in self.members:
-            snapshot = self.ledger.snapshot(name)
-            for resource in (snapshot.model_calls, snapshot.tool_calls, snapshot.tokens):
-                assert resource.used >= 0
-                assert resource.reserved >= 0
-                assert resource.remaining is None or resource.remaining >= 0
-            assert snapshot.unknown_usage_calls >= 0
-
-    @invariant()
-    def usage_is_the_evidence(self) -> None:
-        total = Usage()
-        for member in self.members.values():
-            assert self.ledger.usage_of(member.name) == member.usage
-            total += member.usage
-        assert self.ledger.usage == total
-
-    @invariant()
-    def open_reservations_are_counted(self) -> None:
-        reserved = [call for call in self.calls.values() if call.state == "reserved"]
-        assert self.ledger.open_reservations == len(reserved)
+    def the_ledger_says_what_the_books_say(self) -> None:
+        self.audit.check()
 
     def teardown(self) -> None:
-        """When all are lost, nothing is reserved any more, and the sum of what was charged is the total."""
-        if not hasattr(self, "ledger"):
-            return
-        for name in self.members:
-            self.lose(name)
-        for name in self.members:
-            snapshot = self.ledger.snapshot(name)
-            assert snapshot.tokens.reserved == 0
-            assert snapshot.tokens.used == sum(call.used for call in self.calls_below(name))
-        assert self.ledger.open_reservations == 0
+        if hasattr(self, "audit"):
+            self.audit.end()
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestLedgerMachine = LedgerMachine.TestCase
 
 
-@pytest.mark.parametrize("first", range(0, 2_000, 500))
+@pytest.mark.parametrize("first", range(0, 1_000, 250))
 def test_random_interleavings_neither_overshoot_nor_leak(first: int) -> None:
     """A short part of what ``make soak`` walks a million times."""
-    admitted, refused = walk(first, 500)
-    assert admitted > 500
-    assert refused > 500
+    admitted, refused = walk(first, 250)
+    assert admitted > 250
+    assert refused > 250

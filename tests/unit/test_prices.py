@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from retinue import Price, PriceTable, Usage
 from retinue.errors import ValidationFailed
-from retinue.prices import UNIT, amount_of, units_of
+from retinue.prices import UNIT, amount_of, shown_amount, units_of
 
 prices = st.decimals(min_value=0, max_value=1000, places=4)
 tokens = st.integers(0, 10**7)
@@ -52,9 +52,31 @@ def test_a_model_is_found_by_its_provider_first() -> None:
     assert [price and price.input for price in found] == [1, 2, None]
 
 
-def test_amounts_survive_the_units() -> None:
-    for text in ("0", "0.000000001", "1", "12.5"):
-        assert amount_of(units_of(Decimal(text))) == Decimal(text)
+@given(st.integers(0, 10**30))
+def test_amounts_survive_the_units(units: int) -> None:
+    assert units_of(amount_of(units)) == units
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("0.0", "0"),
+        ("0.000000001", "0.000000001"),
+        ("100.00", "100"),
+        ("12.50", "12.5"),
+        ("0.0000000019", "0.000000001"),
+    ],
+)
+def test_amounts_are_shown_in_plain_digits_and_a_limit_never_above_what_was_said(
+    said: str, shown: str
+) -> None:
+    assert shown_amount(amount_of(units_of(Decimal(said)))) == shown
+
+
+@pytest.mark.parametrize("said", [2, "2", 2.0, Decimal(2), "2e0"])
+def test_a_price_is_taken_as_any_number_and_is_exact(said: Any) -> None:
+    price = Price(input=said, output="0.1", cached_input=0.1)  # type: ignore[arg-type]
+    assert (price.input, price.output, price.cached_input) == (Decimal(2), Decimal("0.1"), Decimal("0.1"))
 
 
 @pytest.mark.parametrize(
@@ -63,6 +85,9 @@ def test_amounts_survive_the_units() -> None:
         (lambda: Price(input=-1, output=1), "price.input"),  # type: ignore[arg-type]
         (lambda: Price(input=1, output=float("nan")), "price.output"),  # type: ignore[arg-type]
         (lambda: Price(input=True, output=1), "price.input"),  # type: ignore[arg-type]
+        (lambda: Price(input=None, output=1), "price.input"),  # type: ignore[arg-type]
+        (lambda: Price(input=1, output=1, cached_input="free"), "price.cached_input"),  # type: ignore[arg-type]
+        (lambda: PriceTable(version="1", currency=""), "prices.currency"),
         (lambda: PriceTable(version=""), "prices.version"),
         (lambda: PriceTable(version="1", models={"m": 3}), "prices.models.m"),  # type: ignore[dict-item]
         (lambda: PriceTable(version="1", models=[]), "prices.models"),  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import contextlib
 import json
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from retinue.models import ModelRequest, ModelResponse, ToolSchema
 from retinue.providers.extractive import ExtractiveModel
 
 HOLD = object()
+RESET = object()
 
 
 @dataclass
@@ -38,7 +40,8 @@ class ChatServer:
     keys: list[str | None] = field(default_factory=list)
     """The Authorization header of each request."""
     pieces: list[object] | None = None
-    """Chunks of every stream: JSON data, bytes as they are, or ``HOLD`` to wait until ``go`` is set."""
+    """Chunks of every stream: JSON data, bytes as they are, ``HOLD`` to wait until ``go`` is set, or
+    ``RESET`` to break the connection."""
     go: threading.Event = field(default_factory=threading.Event)
     held: threading.Event = field(default_factory=threading.Event)
     """A stream waits at ``HOLD``."""
@@ -67,6 +70,10 @@ class ChatServer:
                 if self._wait(out):
                     self.left.set()
                     return True
+            elif piece is RESET:
+                out.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                out.close()
+                return True
             elif isinstance(piece, bytes):
                 out.sendall(piece)
             else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from retinue import ModelRequest, ModelResponse, ToolCall, Usage
+from retinue.errors import ModelFailed
 from retinue.models import FinishPiece, ModelChunk, TextPiece, UsagePiece
 from retinue.providers.openai_chat import OpenAIChatModel
 from retinue.providers.pydantic_ai import PydanticAIModel
@@ -120,3 +122,149 @@ async def test_what_is_wrong_is_found(client: type[Wrong]) -> None:
     assert (await check_model_contract(Wrong())).checked
     with pytest.raises(ModelContractBroken):
         await check_model_contract(client())
+
+
+# --- answers that go on, and providers that are not there -------------------------------------------------
+
+
+class Long(Wrong):
+    """Answers ``long`` until it is cut, or for as long as it is let."""
+
+    def __init__(self) -> None:
+        self.working = 0
+
+    async def generate(self, request: ModelRequest) -> ModelResponse:
+        if request.messages[-1].text != "long":
+            return await super().generate(request)
+        if request.max_tokens is not None:
+            return self.cut(request.max_tokens)
+        self.working += 1
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await self.let_go()
+        raise AssertionError("it was not cancelled")
+
+    async def stream(self, request: ModelRequest) -> AsyncIterator[ModelChunk]:
+        answer = await super().generate(request)
+        if request.messages[-1].text == "long":
+            yield TextPiece("on ")
+            answer = await self.generate(request)
+        yield TextPiece(answer.text)
+        yield FinishPiece(answer.finish_reason)
+
+    def cut(self, tokens: int) -> ModelResponse:
+        usage = Usage(input_tokens=1, output_tokens=tokens)
+        return ModelResponse(text="on " * tokens, finish_reason="length", usage=usage)
+
+    async def let_go(self) -> None:
+        self.working -= 1
+
+    async def busy(self) -> int:
+        return self.working
+
+
+class SaysStop(Long):
+    def cut(self, tokens: int) -> ModelResponse:
+        return ModelResponse(text="on", finish_reason="stop")
+
+
+class GoesOverTheCap(Long):
+    def cut(self, tokens: int) -> ModelResponse:
+        return super().cut(tokens + 1)
+
+
+class SwallowsCancellation(Long):
+    async def generate(self, request: ModelRequest) -> ModelResponse:
+        try:
+            return await super().generate(request)
+        except asyncio.CancelledError:
+            return ModelResponse(text="never mind")
+
+
+class WorksOn(Long):
+    """Its provider never hears that nobody listens."""
+
+    async def let_go(self) -> None:
+        pass
+
+
+class LeavesATask(Long):
+    async def let_go(self) -> None:
+        await super().let_go()
+        self.left = asyncio.create_task(asyncio.sleep(60))
+
+
+class Gone(Wrong):
+    """A provider that is not there."""
+
+    async def generate(self, request: ModelRequest) -> ModelResponse:
+        raise ModelFailed("nobody answers", started=False)
+
+    async def stream(self, request: ModelRequest) -> AsyncIterator[ModelChunk]:
+        await self.generate(request)
+        yield FinishPiece()
+
+
+class SaysThatItBegan(Gone):
+    async def generate(self, request: ModelRequest) -> ModelResponse:
+        raise ModelFailed("nobody answers")
+
+
+class RaisesItsOwn(Gone):
+    async def generate(self, request: ModelRequest) -> ModelResponse:
+        raise OSError("nobody answers")
+
+
+async def test_caps_cancellation_and_failures_are_checked_where_they_can_be() -> None:
+    client = Long()
+    report = await check_model_contract(client, long_prompt="long", unreachable=Gone(), busy=client.busy)
+    assert report.checked[-4:] == ("cap", "cancellation", "cancellation under way", "failures")
+
+
+@pytest.mark.parametrize(
+    ("client", "says"),
+    [
+        (SaysStop, "finishes with 'length'"),
+        (GoesOverTheCap, "there are no 9 tokens"),
+        (SwallowsCancellation, "CancelledError"),
+        (WorksOn, "works on 1 requests"),
+        (LeavesATask, "nothing goes on"),
+    ],
+)
+async def test_who_does_not_stop_is_found(
+    monkeypatch: pytest.MonkeyPatch, client: type[Long], says: str
+) -> None:
+    monkeypatch.setattr("retinue.testing.model_contract.PATIENCE", 0.2)
+    made = client()
+    with pytest.raises(ModelContractBroken, match=says):
+        await check_model_contract(made, long_prompt="long", busy=made.busy)
+    if isinstance(made, LeavesATask):
+        made.left.cancel()
+
+
+async def test_not_all_providers_say_that_an_answer_was_cut() -> None:
+    report = await check_model_contract(SaysStop(), long_prompt="long", says_length=False)
+    assert "cap" in report.checked
+
+
+@pytest.mark.parametrize(
+    ("gone", "says"), [(SaysThatItBegan, "started=False"), (RaisesItsOwn, "OSError"), (Wrong, "no answer")]
+)
+async def test_failures_that_are_told_wrong_are_found(gone: type[Wrong], says: str) -> None:
+    with pytest.raises(ModelContractBroken, match=says):
+        await check_model_contract(Wrong(), unreachable=gone())
+
+
+class Forgets(Wrong):
+    """Refuses what it gave itself."""
+
+    async def generate(self, request: ModelRequest) -> ModelResponse:
+        if any(message.extras for message in request.messages):
+            raise ModelFailed("what is this?")
+        return ModelResponse(text="hello", extras={"p": {"kept": [1]}})
+
+
+async def test_what_goes_back_must_be_taken() -> None:
+    with pytest.raises(ModelContractBroken, match="what is this"):
+        await check_model_contract(Forgets())
