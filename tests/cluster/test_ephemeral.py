@@ -116,13 +116,15 @@ def test_nothing_is_left_when_the_process_ends(tmp_path: Path) -> None:
             stack.enter_context(start_program(STAYS, clean_environment(tmp_path / number.name)))
             for number in numbers
         ]
+        for program in programs:
+            stack.callback(program.kill)  # where the test fails: leaving would wait for it
         ended = {}
         for number, program in zip(numbers, programs, strict=True):
             assert program.stdout is not None
             processes = json.loads(program.stdout.readline())
             assert len(processes) >= 3
             program.send_signal(number)
-            _, errors = program.communicate(timeout=30)
+            _, errors = program.communicate(timeout=60)
             ended[number] = (program.returncode, errors, processes)
         for number, (_, _, processes) in ended.items():
             assert wait_until_gone(processes) == [], number
