@@ -67,6 +67,8 @@ class DeployOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     max_resident: int
     """Session hosts in use at once: dedicated sessions, and shared hosts whatever they hold."""
+    spread: int = 1
+    """Processes over which the sessions of a shared app are spread before one is filled."""
     idle_timeout: float = IDLE_TIMEOUT
     """Seconds without use after which a session leaves memory."""
     pool: PoolOptions = msgspec.field(default_factory=PoolOptions)
@@ -257,6 +259,7 @@ class ControlActor:
                 give_back=self._give_back,
                 recover=self._recover,
                 max_resident=self._options.max_resident,
+                spread=self._options.spread,
                 idle_timeout=self._options.idle_timeout,
                 app_name=lambda digest: self._apps[digest].name if digest in self._apps else digest[:12],
                 isolation=self._isolation,

@@ -49,6 +49,7 @@ def default_options(
     spares = PoolOptions().session_spares
     return DeployOptions(
         max_resident=max_resident or max(2, int(memory // SESSION_HOST_BYTES)),
+        spread=max(1, processors),
         idle_timeout=IDLE_TIMEOUT if idle_timeout is None else idle_timeout,
         logs=configured() or from_environment(),
         pool=PoolOptions(

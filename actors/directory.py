@@ -81,8 +81,8 @@ class Directory:
     """Sessions and their hosts. Belongs to one event loop.
 
     A session of a dedicated app gets a host of its own, which never serves another. Sessions of a shared app
-    go to the host of that app that has the fewest, up to :data:`retinue.actors.hosts.SESSIONS_PER_HOST`.
-    The cap counts hosts, because processes are what costs memory: dedicated sessions, and shared hosts
+    go to the host of that app that has the fewest, up to :data:`retinue.actors.hosts.SESSIONS_PER_HOST`;
+    another host is taken before that where there is a processor for it. The cap counts hosts, because processes are what costs memory: dedicated sessions, and shared hosts
     whatever they hold.
 
     Args:
@@ -90,6 +90,7 @@ class Directory:
         take_host, give_back: take a spare host of an app, and return one that served nobody.
         recover: ends what a dead host left.
         max_resident: session hosts that may be in use at once.
+        spread: hosts over which a shared app is spread before its hosts are filled.
         idle_timeout: seconds without use after which a session is asked to leave.
         app_name, isolation: of an app, by its digest.
     """
@@ -102,12 +103,14 @@ class Directory:
         give_back: GiveBack,
         recover: Recover,
         max_resident: int,
+        spread: int = 1,
         idle_timeout: float = IDLE_TIMEOUT,
         app_name: Callable[[str], str] = str,
         isolation: Callable[[str], Isolation] = lambda digest: "dedicated",
     ) -> None:
         self.max_resident = max_resident
         self.idle_timeout = idle_timeout
+        self.spread = spread
         self._control = control
         self._take_host = take_host
         self._give_back = give_back
@@ -222,7 +225,8 @@ class Directory:
         while (found := self._occupancy.with_room(digest)) is None:
             await asyncio.shield(self._widening.get(digest) or self._begin_widening(digest))
         found.promised += 1
-        if found.nearly_full and not self._full and digest not in self._widening:
+        wider = found.nearly_full or self._occupancy.is_crowded(digest, self.spread)
+        if wider and not self._full and digest not in self._widening:
             self._begin_widening(digest, ahead=True)  # ahead of need: a process takes a second to start
         return found
 

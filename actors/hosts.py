@@ -18,6 +18,9 @@ from retinue.ids import SessionAddress
 
 SESSIONS_PER_HOST = 256
 """Sessions that live at once in one session host of an app with ``isolation="shared"``."""
+SESSIONS_BEFORE_SPREADING = 16
+"""Sessions in each shared host of an app from which on more processes take some: each runs Python on one
+processor."""
 FILLED = 0.75
 """Part of a host's places beyond which it counts as nearly full."""
 
@@ -173,6 +176,11 @@ class Occupancy:
         """The host of a shared app that has the fewest sessions, if it has room for another."""
         host = min(self._shared_by(digest), key=lambda each: each.load, default=None)
         return host if host is not None and host.load < SESSIONS_PER_HOST else None
+
+    def is_crowded(self, digest: str, processes: int) -> bool:
+        """Whether a shared app has fewer hosts than it may use processors, and all have work for another."""
+        hosts = list(self._shared_by(digest))
+        return len(hosts) < processes and all(host.load > SESSIONS_BEFORE_SPREADING for host in hosts)
 
     def _shared_by(self, digest: str) -> Iterator[HostInUse]:
         for host in self.hosts.values():

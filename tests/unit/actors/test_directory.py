@@ -417,6 +417,22 @@ async def test_another_shared_host_is_taken_ahead_of_need(
     assert hosts.taken == 2
 
 
+async def test_a_shared_app_is_spread_over_processors_before_its_hosts_are_filled(
+    directory: Directory, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_module, "SESSIONS_BEFORE_SPREADING", 2)
+    directory.spread, directory.max_resident = 2, 10
+    for number in range(3):
+        await directory.locate(address(f"s{number}"), "shared")
+        await settle()
+    assert hosts.taken == 2, "the third session is more than one process should have"
+    for number in range(3, 12):
+        await directory.locate(address(f"s{number}"), "shared")
+        await settle()
+    assert hosts.taken == 2, "there are only two processors"
+    assert sorted(len(sessions) for sessions in hosts.active.values()) == [6, 6]
+
+
 async def test_many_cold_sessions_at_once_take_no_more_hosts_than_they_need(
     directory: Directory, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
