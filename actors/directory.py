@@ -82,8 +82,8 @@ class Directory:
 
     A session of a dedicated app gets a host of its own, which never serves another. Sessions of a shared app
     go to the host of that app that has the fewest, up to :data:`retinue.actors.hosts.SESSIONS_PER_HOST`;
-    another host is taken before that where there is a processor for it. The cap counts hosts, because processes are what costs memory: dedicated sessions, and shared hosts
-    whatever they hold.
+    another host is taken before that where there is a processor for it. The cap counts hosts, because
+    processes are what costs memory: dedicated sessions, and shared hosts whatever they hold.
 
     Args:
         control: reaches hosts.
