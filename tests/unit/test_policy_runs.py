@@ -149,7 +149,7 @@ async def test_a_controller_narrows_tools_changes_role_and_options_step_over_run
         7,
     )
     assert result.budget.roles["judge"].model_calls.used == 1
-    assert result.budget.roles["main"].model_calls.used == 0
+    assert "main" not in result.budget.roles, "what was reserved under it went back"
 
     again = await soon(runtime.run("y", identity=identity, session_id=session_id + "2"))
     assert again.text == "done"
