@@ -136,6 +136,10 @@ class Router(Protocol):
         ...
 
 
+def _ignore(located: Located) -> None:
+    """Nobody wants to know where a start goes."""
+
+
 class SessionClient:
     """Sessions and runs of one store, through a router. Belongs to one event loop."""
 
@@ -157,31 +161,35 @@ class SessionClient:
 
     # --- runs ---------------------------------------------------------------------------------------------
 
-    async def start(self, start: StartRun) -> RunStatus:
+    async def start(self, start: StartRun, on_sent: Callable[[Located], None] = _ignore) -> RunStatus:
         """Start a run; returns when its record is stored. Safe to repeat, also when the run has ended.
+
+        ``on_sent`` is told where the message goes, when it goes: what is sent there in a later step of the
+        event loop travels behind it.
 
         Starts that queue in one session are sent one after the other: messages that are under way together
         may overtake each other, and their order is what a queue is for.
         """
         if start.if_busy != "queue":
-            return await self._start_or_find(start)
+            return await self._start_or_find(start, on_sent)
         address = self.address(start.identity, start.session_id)
         async with self._queueing.setdefault(address, asyncio.Lock()):
-            return await self._start_or_find(start)
+            return await self._start_or_find(start, on_sent)
 
-    async def _start_or_find(self, start: StartRun) -> RunStatus:
+    async def _start_or_find(self, start: StartRun, on_sent: Callable[[Located], None]) -> RunStatus:
         try:
-            return await self._start(start)
+            return await self._start(start, on_sent)
         except (SessionConflict, InputError):
             record = await self._ended(start.identity, start.run_id)
             if record is None or record.session_id != start.session_id:
                 raise
             return record_status(record)
 
-    async def _start(self, start: StartRun) -> RunStatus:
+    async def _start(self, start: StartRun, on_sent: Callable[[Located], None]) -> RunStatus:
         address = self.address(start.identity, start.session_id)
         for _ in range(_ATTEMPTS):
             located = await self._router.locate(address)
+            on_sent(located)
             try:
                 return await located.host.start(located.activation_id, start)
             except (NotFound, LeaseLost):
@@ -267,6 +275,16 @@ class SessionClient:
                 assert located is not None
                 await self._router.host_lost(address, located)
         raise Overloaded(f"session {session_id!r} keeps moving between processes; try again later")
+
+    async def result_of_start(self, located: Located, run_id: str) -> Settled | None:
+        """The one result of a run whose start is on its way to the same host.
+
+        ``None`` where that began nothing, or this message overtook it: :meth:`result` tells then.
+        """
+        try:
+            return await located.host.result(located.activation_id, run_id)
+        except (RetinueError, HostGone):
+            return None
 
     async def result(self, identity: Identity, session_id: str, run_id: str) -> Settled:
         """The one result, waiting for it."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from retinue.approval_records import approval_of, check_decision
 from retinue.approvals import Approval, ApprovalRequest
 from retinue.budgets import BudgetSnapshot, UsageReport
-from retinue.client import SessionClient
+from retinue.client import Located, SessionClient
 from retinue.drivers import ControlMode
 from retinue.ended_runs import cancel_receipt, empty_budget, unknown_status
 from retinue.errors import InputError
@@ -60,6 +60,8 @@ class RunHandle:
         self._local_result: RunResult | None = None
         self._client_hops = 0
         self._attached = start is None
+        self._sent: concurrent.futures.Future[Located | None] = concurrent.futures.Future()
+        """Where the start is on its way to; ``None`` where nothing should be asked before its answer."""
         self._accepting = on_client_loop(self._accept(start))
         if start is not None:
             finish_before_exit(self._accepting)  # a script may end right after its last start
@@ -76,7 +78,7 @@ class RunHandle:
                 status = await client.status(self.identity, record.session_id, self.run_id)
             else:
                 self._client_hops += 1
-                status = await client.start(start)
+                status = await client.start(start, self._start_sent)
                 self.run_id = status.run_id
             self.heard(status)
         except Exception as error:
@@ -89,6 +91,10 @@ class RunHandle:
                 final_cursor=0,
             )
             raise
+
+    def _start_sent(self, located: Located) -> None:
+        if not self._sent.done():
+            self._sent.set_result(None if self._may_steer else located)
 
     async def accepted(self) -> None:
         """Return once the run is stored, or the input was taken by the run that has the session.
@@ -198,6 +204,8 @@ class RunHandle:
         return self._settling
 
     async def _settle(self) -> RunResult:
+        if (result := await self._settle_behind_start()) is not None:
+            return result
         try:
             await asyncio.wrap_future(self._accepting)
         except Exception:
@@ -206,6 +214,24 @@ class RunHandle:
         client = await self._backend.client()
         self._client_hops += 1
         settled = await client.result(self.identity, self.session_id, self.run_id)
+        self.heard(settled.status)
+        return settled.result
+
+    async def _settle_behind_start(self) -> RunResult | None:
+        """The result, asked for while the start is on its way: one round trip less. ``None`` where that told
+        nothing."""
+        accepting: asyncio.Future[Any] = asyncio.wrap_future(self._accepting)
+        sent: asyncio.Future[Any] = asyncio.wrap_future(self._sent)
+        await asyncio.wait([accepting, sent], return_when=asyncio.FIRST_COMPLETED)
+        located: Located | None = sent.result() if sent.done() else None
+        if accepting.done() or located is None:
+            return None
+        client = await self._backend.client()
+        settled = await client.result_of_start(located, self.run_id)
+        if settled is None:
+            return None
+        with contextlib.suppress(Exception):  # the run is there, whatever became of this answer
+            await accepting
         self.heard(settled.status)
         return settled.result
 

@@ -427,6 +427,9 @@ class Session:
         return None
 
     async def result(self, run_id: str) -> Settled:
+        """The result of a run that is in memory or being accepted. Raises :class:`NotFound`."""
+        if (accepting := self._accepting.get(run_id)) is not None:
+            await asyncio.wait([accepting])
         return await self.run(run_id).result()
 
     async def events(self, run_id: str, after: int, limit: int) -> EventPageReply:

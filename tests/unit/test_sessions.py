@@ -9,7 +9,9 @@ import pytest
 from retinue import DriverOutput, ExecutionServices, Identity, Message, RunRequest, SessionSnapshot
 from retinue.errors import InputError, RetinueError, SessionConflict, StoreUnavailable
 from retinue.ids import session_key
+from retinue.loop import client_loop
 from retinue.messages import assistant, tool_result, user
+from retinue.protocol import Settled
 from retinue.results import ArtifactReference, Reason
 from retinue.session_content import SessionContent
 from retinue.storage.memory import MemoryEngine
@@ -167,9 +169,9 @@ async def test_an_import_conflicts_with_a_run_and_closes_open_calls(
     await runtime.sessions.import_legacy(identity, session_id, [*asked, tool_result("1", "found")])
     history = (await runtime.sessions.latest(identity, session_id)).history
     assert [message.tool_call_id for message in history if message.role == "tool"] == ["1", "2"]
-    for broken in ([tool_result("9", "orphan")], [{"role": "user"}], [Message(role="robot")]):  # type: ignore[arg-type]
+    for broken in ([tool_result("9", "orphan")], [{"role": "user"}], [Message(role="robot")]):
         with pytest.raises(InputError):
-            await runtime.sessions.import_legacy(identity, session_id, broken)  # type: ignore[arg-type]
+            await runtime.sessions.import_legacy(identity, session_id, broken)
     assert len((await runtime.sessions.latest(identity, session_id)).history) == 4
 
 
@@ -336,12 +338,12 @@ async def test_an_orphaned_result_is_refused_and_nothing_of_it_is_kept(
             [call, tool_result("1", "x"), tool_result("1", "again")],
             [assistant("", [ToolCall("", "a")])],
             [assistant("", [ToolCall("1", "a"), ToolCall("1", "a")])],
-            [Message(role="user", content=5)],  # type: ignore[arg-type]
+            [Message(role="user", content=5)],
             [Message(role="user", content="\ud800")],
             [{"role": "user", "content": "x"}],
         ):
             try:
-                services.record_conversation(messages)  # type: ignore[arg-type]
+                services.record_conversation(messages)
             except (InputError, AttributeError) as error:
                 refusals.append(error)
         services.record_conversation([user("good"), call, tool_result("1", "x"), assistant("bye")])
@@ -497,6 +499,56 @@ async def test_a_start_whose_answer_was_lost_leaves_no_run_open(
     history = texts(await runtime.sessions.read(identity, session_id))
     assert history == [("user", "lost"), ("user", "next")]
     await nothing_is_left(runtime, next_one)
+
+
+class SlowEngine(MemoryEngine):
+    """A store that waits before it stores the record of a run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opening, self.go_on = Flag(), Flag()
+
+    async def execute(self, operations: list[StoreOperation]) -> list[StoreReply]:  # type: ignore[override]
+        if isinstance(operations[0], OpenRun):
+            self.opening.set()
+            await self.go_on.wait()
+        return list(await super().execute(operations))
+
+
+async def test_a_result_is_asked_for_while_the_start_is_on_its_way(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, asked = SlowEngine(), Flag()
+    runtime = local_runtime(driver=remembers, store=engine)
+    await soon(asyncio.wrap_future(client_loop().submit(runtime._backend.client())))
+    host = backend_of(runtime)._host
+    plain = host.result
+
+    async def result(activation_id: str, run_id: str) -> Settled:
+        asked.set()
+        return await plain(activation_id, run_id)
+
+    monkeypatch.setattr(host, "result", result)
+    handle = runtime.start("x", identity=identity, session_id=session_id)
+    waiting = asyncio.ensure_future(handle.result())
+    await engine.opening.wait()
+    await asked.wait()
+    assert not waiting.done(), "nothing is told before the record stands"
+    engine.go_on.set()
+    assert (await soon(waiting)).text == "kept"
+    await soon(handle.accepted())
+
+
+async def test_a_result_that_was_asked_for_early_tells_of_a_refused_start(
+    local_runtime: MakeLocalRuntime, identity: Identity, session_id: str
+) -> None:
+    runtime = local_runtime(driver=held)
+    first = runtime.start("x", identity=identity, session_id=session_id, run_id="first")
+    await flag("first runs").wait()
+    result = await soon(runtime.run("y", identity=identity, session_id=session_id))
+    assert (result.status, code_of(result)) == ("failed", "session_conflict")
+    flag("first go").set()
+    assert (await soon(first.result())).status == "completed"
 
 
 async def test_flags_of_this_suite_are_heard_across_threads() -> None:
