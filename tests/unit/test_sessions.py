@@ -169,9 +169,9 @@ async def test_an_import_conflicts_with_a_run_and_closes_open_calls(
     await runtime.sessions.import_legacy(identity, session_id, [*asked, tool_result("1", "found")])
     history = (await runtime.sessions.latest(identity, session_id)).history
     assert [message.tool_call_id for message in history if message.role == "tool"] == ["1", "2"]
-    for broken in ([tool_result("9", "orphan")], [{"role": "user"}], [Message(role="robot")]):
+    for broken in ([tool_result("9", "orphan")], [{"role": "user"}], [Message(role="robot")]):  # type: ignore[arg-type]
         with pytest.raises(InputError):
-            await runtime.sessions.import_legacy(identity, session_id, broken)
+            await runtime.sessions.import_legacy(identity, session_id, broken)  # type: ignore[arg-type]
     assert len((await runtime.sessions.latest(identity, session_id)).history) == 4
 
 
@@ -338,12 +338,12 @@ async def test_an_orphaned_result_is_refused_and_nothing_of_it_is_kept(
             [call, tool_result("1", "x"), tool_result("1", "again")],
             [assistant("", [ToolCall("", "a")])],
             [assistant("", [ToolCall("1", "a"), ToolCall("1", "a")])],
-            [Message(role="user", content=5)],
+            [Message(role="user", content=5)],  # type: ignore[arg-type]
             [Message(role="user", content="\ud800")],
             [{"role": "user", "content": "x"}],
         ):
             try:
-                services.record_conversation(messages)
+                services.record_conversation(messages)  # type: ignore[arg-type]
             except (InputError, AttributeError) as error:
                 refusals.append(error)
         services.record_conversation([user("good"), call, tool_result("1", "x"), assistant("bye")])
