@@ -125,13 +125,10 @@ def _tool_refusal(scope: str, why: str, counter: Counter, tool: str) -> BudgetEx
 def _refusal(
     resource: Resource, bucket: Bucket, counter: Counter, why: str, *, needed: int | str
 ) -> BudgetExhausted:
-    counted = (counter.limit, counter.used, counter.reserved, counter.remaining)
-    if resource == "money":
-        limit, used, reserved, remaining = (
-            None if each is None else shown_amount(amount_of(each)) for each in counted
-        )
-    else:
-        limit, used, reserved, remaining = counted  # type: ignore[assignment]
+    limit, used, reserved, remaining = (
+        shown_amount(amount_of(each)) if resource == "money" and each is not None else each
+        for each in (counter.limit, counter.used, counter.reserved, counter.remaining)
+    )
     _, _, role = bucket.scope.partition("/role:")
     return BudgetExhausted(
         f"budget exhausted: {why} (limit {limit}, used {used}, reserved {reserved}; {bucket.scope})",

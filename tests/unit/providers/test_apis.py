@@ -26,6 +26,7 @@ from retinue.providers.anthropic_messages import AnthropicModel
 from retinue.providers.openai_responses import OpenAIResponsesModel
 from retinue.stream_assembly import StreamAssembly
 from tests.unit.providers.chat_server import HOLD, ChatServer, chat_server
+from tests.unit.providers.environment import only_this_server
 
 KEY = "sk-test-0123456789"
 LOOK = ToolSchema(
@@ -44,11 +45,7 @@ ASK = ModelRequest(
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
-        monkeypatch.setenv(name, KEY)
-    for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY",
-                 "http_proxy", "https_proxy", "all_proxy"):  # fmt: skip
-        monkeypatch.delenv(name, raising=False)
+    only_this_server(monkeypatch, KEY)
 
 
 @pytest.fixture

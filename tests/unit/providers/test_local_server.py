@@ -20,6 +20,7 @@ from retinue.testing import check_model_contract
 from tests.conftest import MakeLocalRuntime
 from tests.support import soon, spent
 from tests.unit.providers.chain_model import ENDLESS, TEXT
+from tests.unit.providers.environment import only_this_server
 from tests.unit.providers.local_server import busy_slots, local_server, need_local_server
 
 NOBODY = "http://127.0.0.1:9"
@@ -44,11 +45,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ran.clear()
-    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
-        monkeypatch.setenv(name, "sk-test")
-    for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY",
-                 "http_proxy", "https_proxy", "all_proxy"):  # fmt: skip
-        monkeypatch.delenv(name, raising=False)
+    only_this_server(monkeypatch)
 
 
 def chat(address: str) -> OpenAIChatModel:

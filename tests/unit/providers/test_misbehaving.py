@@ -20,6 +20,7 @@ from retinue.providers.openai_responses import OpenAIResponsesModel
 from tests.conftest import MakeLocalRuntime
 from tests.support import estimate, soon
 from tests.unit.providers.chat_server import HOLD, ChatServer, chat_server
+from tests.unit.providers.environment import only_this_server
 
 ran: list[str] = []
 
@@ -35,11 +36,7 @@ async def look(what: str) -> str:
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ran.clear()
     monkeypatch.setattr("retinue.model_retries.FIRST_WAIT", 0.01)
-    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
-        monkeypatch.setenv(name, "sk-test")
-    for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY",
-                 "http_proxy", "https_proxy", "all_proxy"):  # fmt: skip
-        monkeypatch.delenv(name, raising=False)
+    only_this_server(monkeypatch)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from retinue.stream_assembly import StreamAssembly
 from tests.conftest import MakeLocalRuntime
 from tests.support import estimate, soon, spent
 from tests.unit.providers.chat_server import RESET, ChatServer, chat_server
+from tests.unit.providers.environment import only_this_server
 
 CAP, INPUT = 50, 10
 RESERVED = CAP + INPUT
@@ -159,11 +160,7 @@ def wire(request: pytest.FixtureRequest) -> Wire:
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ran.clear()
     monkeypatch.setattr("retinue.model_retries.FIRST_WAIT", 0.01)
-    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
-        monkeypatch.setenv(name, "sk-test")
-    for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY",
-                 "http_proxy", "https_proxy", "all_proxy"):  # fmt: skip
-        monkeypatch.delenv(name, raising=False)
+    only_this_server(monkeypatch)
 
 
 @pytest.fixture
